@@ -16,7 +16,8 @@ from typing import Any
 from bench.claim import write_claim
 from hotloop.core.records.profile import Profile
 from hotloop.plan import BASELINE
-from hotloop.profiler.profile import profile_and_diagnose_script
+from hotloop.profiler.base.steps import ProfileSettings
+from hotloop.profiler.profile import profile_script
 from tests.planted.cases import CASES, is_there, script
 
 VARIANTS = ("clean", "decoy", "plant", "other")
@@ -24,7 +25,7 @@ PLANTED = ("plant", "other")
 
 
 def profiled(case: str, variant: str, steps: int) -> Profile:
-    return profile_and_diagnose_script(script(case), [variant, "--steps", str(2 * steps + 30)], steps=steps, stdout=2)
+    return profile_script(script(case), [variant, "--steps", str(2 * steps + 30)], ProfileSettings(steps), stdout=2)
 
 
 def judged(case: str, variant: str, profile: Profile, clean_ms: float | None) -> dict[str, Any]:

@@ -26,10 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from bench.claim import write_claim
 from hotloop.plan import BASELINE
 from hotloop.profiler.base.call_sites import CallSites
-from hotloop.profiler.base.light_mode import without_cold_steps
-from hotloop.profiler.base.phases import HostClock, Instant
-from hotloop.profiler.session.observers import make_observers
-from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.base.phases import HostClock, Instant, without_cold_steps
+from hotloop.profiler.session import ProfilerSession, make_observers
 from hotloop.profiler.trace.inductor_kernels import CompilationRecorder
 from hotloop.tuning.races.statistics import ratio_of
 

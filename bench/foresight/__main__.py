@@ -29,7 +29,7 @@ from bench.foresight import (
 from bench.foresight.claim_page import page
 from bench.foresight.fit import fit_all, runs_coefficients, unit_coefficients, write
 from bench.foresight.kernels import fit_kernels
-from hotloop.advisor.coefficients import shipped
+from hotloop.advisor.rates import shipped
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.hardware.machine import current_time
 

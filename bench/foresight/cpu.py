@@ -16,7 +16,7 @@ from bench.foresight.memory_networks import image_batch, text_batch
 from bench.speed.data import ALPHABET
 from bench.speed.models import build, loss_module
 from bench.speed.workloads import WORKLOADS
-from hotloop.advisor.cpu_rates import INTERVAL, cpu_step_time
+from hotloop.advisor.rates import CPU_INTERVAL, cpu_step_time
 from hotloop.core.records.step_costs import CpuRates
 from hotloop.profiler.step_costs.cpu_probe import measure_cpu_rates
 from hotloop.profiler.step_costs.trace import trace_step
@@ -48,7 +48,7 @@ def cpu_rows(rates: CpuRates | None = None) -> list[tuple[str, float, float, flo
             predicted = 1000 * cpu_step_time(workload_costs(name, size), rates).seconds
             measured = 1000 * measured_step_s(name, size)
             rows.append(
-                (f"{name}, batch {size}", predicted, INTERVAL[0] * predicted, INTERVAL[1] * predicted, measured)
+                (f"{name}, batch {size}", predicted, CPU_INTERVAL[0] * predicted, CPU_INTERVAL[1] * predicted, measured)
             )
     return rows
 

@@ -14,7 +14,7 @@ from scipy.optimize import nnls
 from bench.foresight import gpu_claims, megatron, mosaic, neusight, torchvision_runs
 from bench.foresight.kernels import fit_kernels, short_spread
 from hotloop.advisor.chips import FACTS, find_chip
-from hotloop.advisor.coefficients import Coefficients
+from hotloop.advisor.rates import Coefficients
 from hotloop.core.records.step_costs import StepCosts
 
 UNIT_KINDS = {f"any/{kind}": (1.0, 0.1) for kind in ("tensor", "memory", "normalization", "softmax", "fp32")}

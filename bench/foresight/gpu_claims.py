@@ -17,8 +17,8 @@ import numpy as np
 from bench.claim import CLAIMS
 from bench.speed.workloads import WORKLOADS
 from hotloop.advisor.chips import find_chip
-from hotloop.advisor.coefficients import Coefficients
 from hotloop.advisor.estimate import estimate
+from hotloop.advisor.rates import Coefficients
 from hotloop.core.records.step_costs import StepCosts
 
 HOST_NAMES = ("forward_s", "backward_s", "update_s", "module_s", "step_s", "compiled_s")

@@ -13,8 +13,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from hotloop.advisor.chips import Chip, find_chip
-from hotloop.advisor.coefficients import Coefficients, group
-from hotloop.advisor.rates import operator_time
+from hotloop.advisor.rates import Coefficients, group, operator_time
 from hotloop.core.records.step_costs import OperatorCost
 
 STREAMS = {"add": 3, "mul": 3, "pow": 3, "div": 3}

@@ -12,10 +12,9 @@ import numpy as np
 
 from bench.foresight.mosaic import fit_values, spread_of, with_values
 from bench.foresight.transformers import fused
-from hotloop.advisor.coefficients import Coefficients
-from hotloop.advisor.communication import Interconnect
 from hotloop.advisor.estimate import Host, estimate
-from hotloop.advisor.parallel_ways import Split
+from hotloop.advisor.parallel_ways import Interconnect, Split
+from hotloop.advisor.rates import Coefficients
 from hotloop.core.records.step_costs import StepCosts
 
 VOCABULARY = 51200

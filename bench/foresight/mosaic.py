@@ -13,10 +13,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from bench.foresight.transformers import fused
-from hotloop.advisor.coefficients import Coefficients
-from hotloop.advisor.communication import Interconnect
 from hotloop.advisor.estimate import estimate
-from hotloop.advisor.parallel_ways import Split
+from hotloop.advisor.parallel_ways import Interconnect, Split
+from hotloop.advisor.rates import Coefficients
 from hotloop.core.records.step_costs import StepCosts
 
 SIZES = {

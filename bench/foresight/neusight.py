@@ -16,8 +16,7 @@ from bench.foresight.kernels import MIN_SPREAD, kinds_of
 from bench.foresight.mosaic import spread_of
 from bench.foresight.transformers import hugging_face
 from hotloop.advisor.chips import Chip, find_chip
-from hotloop.advisor.coefficients import Coefficients
-from hotloop.advisor.rates import PRODUCTS, operator_time
+from hotloop.advisor.rates import PRODUCTS, Coefficients, operator_time
 from hotloop.core.records.step_costs import StepCosts
 
 

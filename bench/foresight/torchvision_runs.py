@@ -14,8 +14,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from hotloop.advisor.chips import Chip, find_chip
-from hotloop.advisor.coefficients import Coefficients
-from hotloop.advisor.rates import PRODUCTS, conv_form, operator_time, product_class
+from hotloop.advisor.rates import PRODUCTS, Coefficients, conv_form, operator_time, product_class
 from hotloop.core.records.step_costs import StepCosts
 
 FORMS = ("point", "winograd", "direct", "grouped")

@@ -6,8 +6,7 @@ from typing import Any
 
 from bench.speed.data import data_bytes
 from bench.speed.workloads import Workload
-from hotloop.profiler.costs.op_cost import OpCost
-from hotloop.profiler.costs.roofline import device_limits, least_ms
+from hotloop.profiler.operator_cost import OpCost, device_limits, least_ms
 
 _STATE_BYTES = 24
 """Of a parameter: it and both of Adam's moments, float32, read once and written once."""

@@ -24,8 +24,8 @@ _HOME = {
     "export": "hotloop.api",
     "load_model": "hotloop.api",
     "devices": "hotloop.api",
-    "advise": "hotloop.hardware_advice.public_functions",
-    "estimate_step": "hotloop.hardware_advice.public_functions",
+    "advise": "hotloop.advisor.advice",
+    "estimate_step": "hotloop.advisor.advice",
     "choose_plan": "hotloop.api",
     "lower": "hotloop.lowering.build",
     "check": "hotloop.tuning.check",
@@ -74,11 +74,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hotloop import arrays, data, errors
+    from hotloop.advisor.advice import advise, estimate_step
     from hotloop.api import choose_plan, devices, evaluate, export, fit, load_model, predict, summary
     from hotloop.core.callback import View
     from hotloop.errors import HotloopError
     from hotloop.explainer.explain import explain
-    from hotloop.hardware_advice.public_functions import advise, estimate_step
     from hotloop.hyperparameters.finders.find import find_batch_size, find_learning_rate
     from hotloop.hyperparameters.study import study
     from hotloop.lowering.build import lower

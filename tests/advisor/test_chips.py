@@ -29,7 +29,8 @@ def test_facts_have_plausible_values_and_sources(chip):
     for fact, (low, high) in RANGES.items():
         value = getattr(chip, fact)
         assert value is None or low <= value <= high, f"{fact} of {value}"
-        assert re.search(r"\(20[12]\d-\d\d\)$", chip.fact_source(fact)), f"{fact} has no dated source"
+    for source in (chip.source, chip.details):
+        assert re.search(r"\(20[12]\d-\d\d\)$", source), f"{source} has no date"
     assert chip.kind in ("gpu", "integrated", "cpu")
     assert set(chip.flop_per_s) <= set(PRECISIONS)
     assert all(0.05e12 <= rate <= 6e15 for rate in chip.flop_per_s.values())

@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 
 from hotloop.advisor.chips import chips, find_chip
-from hotloop.advisor.coefficients import shipped
-from hotloop.advisor.communication import all_reduce_s
 from hotloop.advisor.estimate import Host, estimate, parse_plan
-from hotloop.advisor.parallel_ways import Split, at_batch
-from hotloop.advisor.rates import operator_time
+from hotloop.advisor.parallel_ways import Split, all_reduce_s, at_batch
+from hotloop.advisor.rates import operator_time, shipped
 from hotloop.core.records.step_costs import OperatorCost, StepCosts
 from hotloop.errors import HotloopError, PlanError
 from tests.advisor.conftest import mlp_costs

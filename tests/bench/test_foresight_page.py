@@ -47,9 +47,9 @@ def test_estimates_of_torch_are_stored_for_runs_of_the_record() -> None:
 def test_runs_on_several_gpus_are_predicted_by_the_advisor(monkeypatch: pytest.MonkeyPatch) -> None:
     from bench.foresight import megatron, mosaic
     from bench.foresight.transformers import fused
-    from hotloop.advisor.coefficients import shipped
     from hotloop.advisor.estimate import estimate
     from hotloop.advisor.parallel_ways import Split
+    from hotloop.advisor.rates import shipped
 
     costs = fused(768, 12, 12, mosaic.VOCABULARY, 64, 1024)
     sharded = mosaic.Row("125m", "A100 SXM4 40GB", 16, 1024, 2, 2, 1.0, costs)

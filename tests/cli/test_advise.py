@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import hotloop as package
-from hotloop.advisor.cpu_rates import INTERVAL
+from hotloop.advisor.rates import CPU_INTERVAL
 from hotloop.cli.options import console
 from hotloop.core.hardware import probe
 from hotloop.core.records.step_costs import CpuRates
@@ -40,7 +40,7 @@ def _once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measures this machine's speed once for all tests, whose cache folders are empty."""
     if not _MEASURED:
         _MEASURED.append(probe.measure_hardware())
-    monkeypatch.setattr("hotloop.hardware_advice.this_machine.measure_hardware", lambda **options: _MEASURED[0])
+    monkeypatch.setattr("hotloop.advisor.this_machine.measure_hardware", lambda **options: _MEASURED[0])
 
 
 def test_the_answer_comes_first(task: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,13 +133,13 @@ def test_training_measures_the_prediction_and_the_score_shows_both(task: Path, h
 def test_a_step_that_takes_too_long_is_predicted_from_operators_measured_once(
     task: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotloop.hardware_advice.task_advice._MEASURABLE_S", 0.0)
+    monkeypatch.setattr("hotloop.advisor.advice._MEASURABLE_S", 0.0)
     slow, calls = rates_of(seconds=0.5), []
     monkeypatch.setattr(cpu_probe, "measure_cpu_rates", lambda tick: calls.append(tick) or slow)
     first = hotloop("advise", task, *CHIPS, "--json").document
     here = first["machines"][0]
     assert here["source"] == "predicted from operators measured here" and here["step_ms"] > 1000
-    assert here["low_ms"] == pytest.approx(INTERVAL[0] * here["step_ms"])
+    assert here["low_ms"] == pytest.approx(CPU_INTERVAL[0] * here["step_ms"])
     again = hotloop("advise", task, *CHIPS)
     assert "this machine (CPU): predicted from operators measured here; other machines: predicted" in one_line(
         again.err

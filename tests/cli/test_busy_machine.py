@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hotloop.advisor.ledger import ledger_folder
+from hotloop.advisor.this_machine import cpu_rates_here
 from hotloop.core.hardware.probe import measure_hardware, speed_folder
 from hotloop.core.records.race import STATES, Parity
-from hotloop.hardware_advice.ledger import ledger_folder
-from hotloop.hardware_advice.rates_cache import cpu_rates_here
 from hotloop.plan import Plan
 from hotloop.profiler import compile_race
 from hotloop.profiler.step_costs import cpu_probe

@@ -43,7 +43,7 @@ def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     stand_in = Asked()
-    for name in ("profile_and_diagnose_task", "profile_and_diagnose_script", "race_remedies"):
+    for name in ("profile_task", "profile_script", "race_remedies"):
         monkeypatch.setattr(profile, name, stand_in.of(name))
     return stand_in
 
@@ -69,10 +69,10 @@ def test_which_files_are_tasks(hotloop: Hotloop, asked: Asked) -> None:
     for arguments in (("task.py",), ("task.py:task",), ("script.py",), ("task.py", "--", "--x")):
         assert hotloop("profile", *arguments).code == 0
     assert [name for name, _, _ in asked.calls] == [
-        "profile_and_diagnose_task",
-        "profile_and_diagnose_task",
-        "profile_and_diagnose_script",
-        "profile_and_diagnose_script",
+        "profile_task",
+        "profile_task",
+        "profile_script",
+        "profile_script",
     ]
     assert asked.calls[-1][1] == (Path("task.py"), ["--x"])
 

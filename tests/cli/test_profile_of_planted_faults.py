@@ -31,7 +31,7 @@ def hotloop(server: Server, tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotl
     monkeypatch.setattr("hotloop.scripts.script_process.subprocess", starting)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # On a busy machine, too many threads are no worse than enough: what they cost isn't what is tested here.
-    monkeypatch.setattr("hotloop.profiler.busy_machine.oversubscription", lambda threads, cores: 4.0)
+    monkeypatch.setattr("hotloop.profiler.profile.oversubscription", lambda threads, cores: 4.0)
     with commands(tmp_path, monkeypatch, capfd) as run:
         yield run
 

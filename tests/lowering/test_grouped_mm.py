@@ -19,7 +19,7 @@ from hotloop.lowering.pipeline.graph_split import LossModule, TracedForward
 from hotloop.lowering.pipeline.piece_costs import infer_piece_shapes
 from hotloop.parity.proof import prove
 from hotloop.plan import Plan
-from hotloop.profiler.costs.operator_cost import count_operator
+from hotloop.profiler.operator_cost import count_operator
 from tests.support.programs import a_task, advance, labelled, state_after
 
 STEP, PACKAGE = Plan(compile="step"), Plan(compile="package")

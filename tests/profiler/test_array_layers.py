@@ -21,7 +21,7 @@ from hotloop.lowering.program import Program
 from hotloop.plan import BASELINE, Plan
 from hotloop.profiler import profile
 from hotloop.profiler.detectors import diagnose
-from hotloop.profiler.task_profile import profile_program
+from hotloop.profiler.task_profile import record_program
 from hotloop.task_file import LoadedTask
 from tests.profiler.test_profile import measured, raced_as
 from tests.support.profiler.handmade_profiles import module
@@ -57,13 +57,13 @@ def program_of(**fields: Any) -> Program:
 
 
 def profiled(**fields: Any) -> Profile:
-    return profile_program(program_of(**fields), steps=20)
+    return record_program(program_of(**fields), steps=20)
 
 
 def test_phases_add_up_and_layers_go_by_their_modules_names() -> None:
     program = program_of()
     before = program.state()
-    found = profile_program(program, steps=20, source="a task")
+    found = record_program(program, steps=20, source="a task")
     assert (found.engine, found.plan, found.source, found.steps) == ("arrays", ARRAYS.brief(), "a task", 20)
     assert sum(found.phases.values()) == pytest.approx(found.step_ms)
     assert {"data", "batch", "forward", "loss", "backward", "update", "python"} <= found.phases.keys()
@@ -175,11 +175,9 @@ def test_a_step_of_python_says_nothing_of_operations() -> None:
 
 
 def test_threads_of_torch_are_not_measured_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "hotloop.profiler.busy_machine.oversubscription", lambda threads, cores: pytest.fail("measured")
-    )
+    monkeypatch.setattr("hotloop.profiler.profile.oversubscription", lambda threads, cores: pytest.fail("measured"))
     crowded = seen(threads=ThreadUse(torch=16, cores=2, busy=1.0, others=0.0))
-    monkeypatch.setattr(profile, "profile_task", lambda *args, **options: crowded)
+    monkeypatch.setattr(profile, "record_task", lambda *args, **options: crowded)
     found = hotloop.profile(a_task(), plan="arrays", progress=False)
     assert profile.UNTRIED_TORCH in found.notes and not found.remedies[1:]
 

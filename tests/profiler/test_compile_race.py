@@ -18,10 +18,10 @@ from torch import nn
 
 from hotloop.core.processes import CompileProcess
 from hotloop.core.records.profile import ThreadUse
-from hotloop.profiler.busy_machine import busy_warning
+from hotloop.profiler.base.steps import ProfileSettings
 from hotloop.profiler.compile_race import NetworkCall, NetworkCallRecorder, race_compiled
 from hotloop.profiler.hooks.resources import Cores
-from hotloop.profiler.script import profile_script
+from hotloop.profiler.profile import busy_warning, record_script
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 
@@ -198,7 +198,7 @@ def test_a_scripts_network_is_raced_and_the_script_goes_on(
     """With fewer steps than are measured, the race comes when the script ends."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(compiled_s=compiled_s, steps=steps))
-    found = profile_script(script, steps=8 if steps > 20 else None, try_s=ENDLESS_S)
+    found = record_script(script, settings=ProfileSettings(8 if steps > 20 else None, try_s=ENDLESS_S))
     assert found.exit_code == 0 and capfd.readouterr().out.startswith(f"{steps - 1} ")
     assert found.compiled is not None and found.compiled.failure is None, found.compiled
     assert found.compiled.is_faster is (compiled_s < 0.01)

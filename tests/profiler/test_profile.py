@@ -19,7 +19,7 @@ from hotloop.core.records.race import Timing, Verdict
 from hotloop.errors import PlanError, TimeOverError
 from hotloop.plan import BASELINE, Plan
 from hotloop.profiler import profile as inspecting
-from hotloop.profiler.busy_machine import oversubscription
+from hotloop.profiler.profile import oversubscription
 from hotloop.task_file import LoadedTask
 
 
@@ -83,7 +83,7 @@ def raced_as(monkeypatch, ratio: float | None, **fields: Any) -> list[Any]:
 
 
 def watched_as(monkeypatch, profile: Profile) -> None:
-    monkeypatch.setattr(inspecting, "profile_task", lambda *args, **options: profile)
+    monkeypatch.setattr(inspecting, "record_task", lambda *args, **options: profile)
 
 
 def test_what_was_seen_is_held_against_the_machine_and_diagnosed(monkeypatch, measured) -> None:
@@ -197,7 +197,7 @@ def test_a_race_that_a_time_limit_ends_keeps_the_profile(monkeypatch) -> None:
     ],
 )
 def test_a_busy_machine_is_said_first(threads: ThreadUse | None, says: str, monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.profiler.busy_machine.oversubscription", lambda many, few: 1.0)
+    monkeypatch.setattr("hotloop.profiler.profile.oversubscription", lambda many, few: 1.0)
     watched_as(monkeypatch, overhead(threads=threads))
     found = hotloop.profile(task(), progress=False)
     assert says in found.busy and bool(found.busy) is bool(says)
@@ -216,7 +216,7 @@ def test_limits_measured_under_load_are_marked_and_nothing_is_judged_by_them(mon
 
 
 def test_threads_beyond_the_cores_are_measured(monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.profiler.busy_machine.oversubscription", lambda threads, cores: 4.0)
+    monkeypatch.setattr("hotloop.profiler.profile.oversubscription", lambda threads, cores: 4.0)
     watched_as(monkeypatch, seen(threads=ThreadUse(torch=16, cores=2, busy=1.0, others=0.0), optimizers=[]))
     [remedy] = hotloop.profile(task(), progress=False).remedies
     assert "too many threads" in remedy.cause and remedy.gain == pytest.approx(0.75)
@@ -234,7 +234,7 @@ def test_threads_beyond_the_cores_are_measured(monkeypatch) -> None:
     ids=["they wait", "they hardly do", "nobody else", "one thread"],
 )
 def test_programs_that_hold_cores_are_told(used: ThreadUse, slower: float, told: list[str], monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.profiler.busy_machine.oversubscription", lambda threads, cores: slower)
+    monkeypatch.setattr("hotloop.profiler.profile.oversubscription", lambda threads, cores: slower)
     watched_as(monkeypatch, seen(threads=used, optimizers=[]))
     found = hotloop.profile(task(), progress=False)
     notes = [note for note in found.notes if "other programs kept" in note]
@@ -244,14 +244,14 @@ def test_programs_that_hold_cores_are_told(used: ThreadUse, slower: float, told:
 
 def test_a_script_that_never_trained_needs_no_limits(monkeypatch, measured) -> None:
     nothing = Profile(source="train.py", steps=0, step_ms=None, notes=["it never trained here"])
-    monkeypatch.setattr(inspecting, "profile_script", lambda *args, **options: nothing)
+    monkeypatch.setattr(inspecting, "record_script", lambda *args, **options: nothing)
     found = hotloop.profile("train.py", progress=False)
     assert measured == [] and found.notes == nothing.notes and found.machine
 
 
 @pytest.mark.parametrize(("seconds", "slower"), [({1: 3.0, 2: 2.0, 16: 8.0}, 4.0), ({1: 1.0, 2: 4.0, 16: 3.0}, 3.0)])
 def test_crowded_threads_are_held_against_the_better_of_enough_and_one(monkeypatch, seconds, slower) -> None:
-    monkeypatch.setattr("hotloop.profiler.busy_machine._time_matmuls", lambda inputs, threads: seconds[threads])
+    monkeypatch.setattr("hotloop.profiler.profile._time_matmuls", lambda inputs, threads: seconds[threads])
     assert oversubscription(16, 2) == slower
 
 

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from hotloop.errors import TaskError
-from hotloop.profiler.base.step_facts import ProfileFacts, StepFact
-from hotloop.profiler.script import profile_script
+from hotloop.profiler.base.steps import ProfileFacts, ProfileSettings, StepFact
+from hotloop.profiler.profile import record_script
+from hotloop.profiler.script_child import PlainLineSampler
 from hotloop.profiler.summary import summarize
-from hotloop.profiler.timers.plain_python import PlainLineSampler
 from hotloop.scripts import script_process as host
 from hotloop.scripts.import_hook import ImportHook
 
@@ -43,7 +43,7 @@ def alone(capfd, monkeypatch):
         command = [sys.executable, str(SCRIPTS / script), *arguments]
         plain = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=dict(os.environ))
         capfd.readouterr()
-        profile = profile_script(SCRIPTS / script, arguments)
+        profile = record_script(SCRIPTS / script, arguments)
         watched = capfd.readouterr()
         assert (watched.out, watched.err, profile.exit_code) == (plain.stdout, plain.stderr, plain.returncode)
         return profile
@@ -110,7 +110,7 @@ def test_files_beside_a_script_that_have_names_of_pythons_modules(how, tmp_path,
 def test_a_watch_that_fails_to_begin_is_none_of_the_scripts(tmp_path, monkeypatch, capfd) -> None:
     (tmp_path / "psutil.py").write_text("raise ValueError('planted')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    profile = profile_script(SCRIPTS / "failing_loop.py", ["exit", "3"])
+    profile = record_script(SCRIPTS / "failing_loop.py", ["exit", "3"])
     assert (profile.exit_code, *capfd.readouterr()) == (3, "", "")
     assert profile.notes == ["recording could not start by an internal error of hotloop: ValueError: planted"]
 
@@ -122,10 +122,10 @@ def test_a_script_that_trains_in_other_processes_is_told_so(alone) -> None:
 
 @pytest.mark.more
 def test_an_exit_with_a_code_and_one_without_a_goodbye(capfd, tmp_path) -> None:
-    profile = profile_script(SCRIPTS / "failing_loop.py", ["exit", "30"])
+    profile = record_script(SCRIPTS / "failing_loop.py", ["exit", "30"])
     assert profile.exit_code == 3 and profile.steps > 0
     trace = tmp_path / "trace.json"
-    profile = profile_script(SCRIPTS / "failing_loop.py", ["os._exit", "400"], steps=20, trace=trace)
+    profile = record_script(SCRIPTS / "failing_loop.py", ["os._exit", "400"], ProfileSettings(20, str(trace)))
     assert profile.exit_code == 4 and profile.steps == 20
     assert profile.trace == str(trace) and trace.is_file()
     assert capfd.readouterr() == ("", "")
@@ -253,7 +253,7 @@ def test_a_script_that_asks_for_another_profiler_is_profiled_on(tmp_path) -> Non
         "import importlib.util\nimportlib.util.find_spec('cProfile')\n"
         "def slow():\n    return sum(range(1_000_000))\nslow()\n"
     )
-    profile = profile_script(script)
+    profile = record_script(script)
     assert [one.function for one in profile.functions if one.where.endswith("asks.py:3")] == ["slow"]
     assert not any("cProfile" in note for note in profile.notes)
 
@@ -285,7 +285,7 @@ def test_a_profiler_written_in_c_is_left_alone(alone, tmp_path) -> None:
 def test_torch_that_came_with_the_machines_sitecustomize(tmp_path, monkeypatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("import torch\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    assert profile_script(SCRIPTS / "failing_loop.py", ["exit", "30"]).steps > 0
+    assert record_script(SCRIPTS / "failing_loop.py", ["exit", "30"]).steps > 0
 
 
 @pytest.mark.more
@@ -293,13 +293,13 @@ def test_torch_that_came_with_the_machines_sitecustomize(tmp_path, monkeypatch) 
 def test_a_child_that_imports_torch_is_not_taken_for_the_script(tmp_path) -> None:
     script = tmp_path / "forks.py"
     script.write_text("import os\nif not os.fork():\n    import torch\nelse:\n    os.wait()\nos._exit(0)\n")
-    assert profile_script(script).notes == ["the script ended before anything was recorded"]
+    assert record_script(script).notes == ["the script ended before anything was recorded"]
 
 
 @pytest.mark.more
 def test_memory_of_a_script_is_its_own_and_not_that_of_who_started_it() -> None:
     held = bytearray(b"x") * (1 << 30)
-    profile = profile_script(SCRIPTS / "failing_loop.py", ["exit", "30"])
+    profile = record_script(SCRIPTS / "failing_loop.py", ["exit", "30"])
     assert 0 < profile.peak_memory_bytes < len(held)
 
 
@@ -317,9 +317,9 @@ print(len(heard), flush=True)
 IN_A_TERMINAL = """
 import fcntl, sys, termios
 from pathlib import Path
-from hotloop.profiler.script import profile_script
+from hotloop.profiler.profile import record_script
 fcntl.ioctl(sys.stderr, termios.TIOCSCTTY, 0)
-sys.exit(profile_script(Path(sys.argv[1])).exit_code)
+sys.exit(record_script(Path(sys.argv[1])).exit_code)
 """
 
 
@@ -362,7 +362,7 @@ def test_a_signal_goes_to_the_script_and_what_was_seen_arrives(number, tmp_path,
     with out.open("w") as file:
         sender = threading.Thread(target=send)
         sender.start()
-        profile = profile_script(SCRIPTS / "failing_loop.py", ["wait"], steps=40, stdout=file.fileno())
+        profile = record_script(SCRIPTS / "failing_loop.py", ["wait"], ProfileSettings(40), stdout=file.fileno())
         sender.join()
     assert profile.exit_code == -number and profile.steps > 10
 
@@ -370,7 +370,7 @@ def test_a_signal_goes_to_the_script_and_what_was_seen_arrives(number, tmp_path,
 def test_a_script_is_stopped_when_its_time_is_up(tmp_path: Path, capfd) -> None:
     script = tmp_path / "waits.py"
     script.write_text("import time\ntime.sleep(60)\n")
-    profile = profile_script(script, stop_after_s=0.5)
+    profile = record_script(script, stop_after_s=0.5)
     assert profile.exit_code == -signal.SIGINT
     assert profile.stopped == "the script was stopped after 0.5 s, as asked for"
     assert capfd.readouterr().err == ""  # hotloop has stopped it, so the traceback says nothing
@@ -396,7 +396,7 @@ def test_processes_that_a_script_has_started_are_stopped_with_it(tmp_path: Path,
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignores else signal.default_int_handler)
     try:
         with out.open("w") as file:
-            profile = profile_script(script, stop_after_s=2.0, stdout=file.fileno())
+            profile = record_script(script, stop_after_s=2.0, stdout=file.fileno())
     finally:
         signal.signal(signal.SIGINT, before)
     assert ("went on" in profile.stopped) == ignores
@@ -414,7 +414,7 @@ def test_a_script_that_goes_on_after_ctrl_c_is_ended_and_that_is_said(tmp_path: 
     script.write_text("import time\ntime.sleep(60)\n")
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the script inherits
     try:
-        profile = profile_script(script, stop_after_s=0.5)
+        profile = record_script(script, stop_after_s=0.5)
     finally:
         signal.signal(signal.SIGINT, before)
     assert profile.exit_code == -signal.SIGTERM
@@ -423,7 +423,7 @@ def test_a_script_that_goes_on_after_ctrl_c_is_ended_and_that_is_said(tmp_path: 
 
 def test_no_such_script() -> None:
     with pytest.raises(TaskError, match="there is no file"):
-        profile_script(Path("nowhere.py"))
+        record_script(Path("nowhere.py"))
 
 
 def a_step(kind: str, ms: float, *flags: str, **apart_ms: float) -> StepFact:

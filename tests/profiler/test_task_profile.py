@@ -12,8 +12,7 @@ from torch import Tensor
 from hotloop.core.state import differing_paths
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan
-from hotloop.profiler.rank_profiles import agree_on_steps
-from hotloop.profiler.task_profile import profile_program
+from hotloop.profiler.task_profile import agree_on_steps, record_program
 from tests.support.programs import a_task
 
 
@@ -24,7 +23,7 @@ def added(inputs: Tensor, draws: object) -> Tensor:
 def test_a_task_has_phases_and_its_program_goes_on_as_before() -> None:
     program = lower(a_task(augment=added))
     before, own = program.state(), type(program.model).__call__
-    profile = profile_program(program, steps=20, source="a task")
+    profile = record_program(program, steps=20, source="a task")
     assert profile.source == "a task" and profile.steps == 20
     assert sum(profile.phases.values()) == pytest.approx(profile.step_ms)
     assert {"data", "batch", "forward", "loss", "backward", "update"} <= profile.phases.keys()
@@ -43,13 +42,13 @@ def test_a_task_has_phases_and_its_program_goes_on_as_before() -> None:
 
 @pytest.mark.more
 def test_a_step_in_pieces_has_all_samples_of_its_batch() -> None:
-    assert profile_program(lower(a_task(), Plan(accumulation=2)), steps=8).samples_per_step == 5
+    assert record_program(lower(a_task(), Plan(accumulation=2)), steps=8).samples_per_step == 5
 
 
 @pytest.mark.few("5-False")
 @pytest.mark.parametrize(("batch_size", "one"), [(5, False), (24, True)])
 def test_all_data_may_be_one_batch(batch_size: int, one: bool) -> None:
-    assert profile_program(lower(a_task(batch_size=batch_size)), steps=8).one_batch is one
+    assert record_program(lower(a_task(batch_size=batch_size)), steps=8).one_batch is one
 
 
 def test_ranks_have_as_many_steps_as_the_first_has_time_for_or_as_were_asked_for() -> None:
@@ -60,6 +59,6 @@ def test_ranks_have_as_many_steps_as_the_first_has_time_for_or_as_were_asked_for
 @pytest.mark.more
 def test_a_step_of_a_closure() -> None:
     task = a_task(optimizer=lambda parameters: torch.optim.LBFGS(parameters, max_iter=2))
-    profile = profile_program(lower(task), steps=12)
+    profile = record_program(lower(task), steps=12)
     assert profile.steps == 12 and profile.optimizers[0].kind == "LBFGS"
     assert profile.phases["backward"] > 0 and profile.phases["update"] > 0

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "findings.md"
 DETECTORS = ROOT / "src" / "hotloop" / "profiler" / "detectors"
-REPORTS = tuple(ROOT / "src" / "hotloop" / place for place in ("profiler/busy_machine.py", "report/profile.py"))
+REPORTS = tuple(ROOT / "src" / "hotloop" / place for place in ("profiler/profile.py", "report/profile.py"))
 
 
 def names_of(page: str) -> list[str]:

@@ -21,7 +21,7 @@ TORCH_FREE = (
     "hotloop.arrays",
     "hotloop.tuning.rules",
     "hotloop.scripts.script_process",
-    "hotloop.profiler.costs.roofline",
+    "hotloop.profiler.operator_cost",
     "hotloop.advisor.estimate",
     "hotloop.report.run_report",
     "hotloop.hyperparameters.study",  # its processes import torch at the same time

@@ -1,1 +1,1 @@
-"""Predictions of a training step's time, memory and cost on chips that are not at hand, from records alone."""
+"""Predictions of a training step's time, memory and cost on chips that are not at hand, and the advice that rests on them."""

@@ -1,6 +1,7 @@
-"""Published facts of chips: peak rates, memory, links and board power, each with its source.
+"""Published facts of chips: peak rates, memory, links, board power and prices, each with its source.
 
-`facts/chips.csv` has one row per chip, `facts/sources.csv` the data sheets. A fact that its vendor doesn't publish is None.
+`facts/chips.csv` has one row per chip, `facts/sources.csv` the data sheets, `facts/prices.csv` dated prices. A fact that
+its vendor doesn't publish is None.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import csv
 import difflib
 import itertools
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,9 +46,6 @@ _CPU_CLOCK_GHZ = 2.5
 _CPU_BYTES_PER_CORE = 4.0e9
 """Clock and share of memory bandwidth of a CPU core in servers of 2019 to 2023, where the caller states none."""
 
-_DETAILS = ("units", "clock_hz", "l2_bytes", "link_bytes_per_s", "pcie_bytes_per_s", "year")
-"""Facts that come from the row's second source."""
-
 
 @dataclass(frozen=True)
 class Chip:
@@ -68,7 +68,7 @@ class Chip:
         pcie_bytes_per_s: bytes/s in one direction to the host.
         board_w: typical board power in watts.
         source: data sheet of peak rates, memory, bandwidth and power, with its date.
-        details: source of the other facts, with its date.
+        details: source of units, clock, cache, links and year, with its date.
         aliases: other names.
         is_measured: whether the rates were measured on this machine, so that they need no factor.
     """
@@ -98,10 +98,6 @@ class Chip:
         if precision not in PRECISIONS:
             raise HotloopError(f"precision {precision!r}", expected="one of " + ", ".join(PRECISIONS))
         return max(self.flop_per_s["fp32"], self.flop_per_s.get(precision, 0.0))
-
-    def fact_source(self, fact: str) -> str:
-        """Returns the source of the fact with that attribute name."""
-        return self.details if fact in _DETAILS else self.source
 
 
 @cache
@@ -239,4 +235,84 @@ def cpu_chip(
         board_w=None,
         source=rule,
         details=rule,
+    )
+
+
+_CHIP_COLUMNS = ("name", "chip", "gpu")
+_PRICE_COLUMNS = ("price_per_hour", "price per hour", "price", "per_hour", "usd_per_hour")
+
+
+@dataclass(frozen=True)
+class Price:
+    """Price of one chip.
+
+    Attributes:
+        chip: name in the table of chips.
+        per_hour: price per chip and hour, in the currency of the source (US dollars in the package's file).
+        source: provider or file, with its date.
+    """
+
+    chip: str
+    per_hour: float
+    source: str
+
+
+def shipped_prices() -> dict[str, Price]:
+    """Returns the package's prices by chip."""
+    with (FACTS / "prices.csv").open(encoding="utf-8", newline="") as file:
+        return {
+            row["chip"]: Price(row["chip"], float(row["per_hour"]), f"{row['source']} ({row['date']})")
+            for row in csv.DictReader(file)
+        }
+
+
+def read_prices(path: str | Path) -> dict[str, Price]:
+    """Reads a CSV file with a column `name` or `chip` and a column `price per hour`.
+
+    Raises:
+        HotloopError: the file, a column, a chip or a price can't be used; the message names the line.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise HotloopError(
+            f"prices {path}: {reason}", expected="a CSV file with columns name and price per hour"
+        ) from None
+    reader = csv.DictReader(text.splitlines())
+    columns = [(name or "").strip() for name in reader.fieldnames or ()]
+    chip_column = _column(columns, _CHIP_COLUMNS, path)
+    price_column = _column(columns, _PRICE_COLUMNS, path)
+    reader.fieldnames = columns
+    prices: dict[str, Price] = {}
+    for line, row in enumerate(reader, start=2):
+        name, value = (row[chip_column] or "").strip(), (row[price_column] or "").strip()
+        if not name and not value:
+            continue
+        try:
+            chip = find_chip(name).name
+        except HotloopError as error:
+            raise HotloopError(f"{path.name}, line {line}: {error}") from None
+        try:
+            price = float(value.lstrip("$€£"))
+        except ValueError:
+            price = math.nan
+        if not 0 <= price < math.inf:
+            raise HotloopError(f"{path.name}, line {line}: price {value!r}", expected="a number of 0 or more")
+        prices[chip] = Price(chip, price, path.name)
+    if not prices:
+        raise HotloopError(f"prices {path}: no rows", expected="a row for each chip")
+    return prices
+
+
+def _column(columns: Iterable[str], names: tuple[str, ...], path: Path) -> str:
+    columns = list(columns)
+    for column in columns:
+        if column.lower() in names:
+            return column
+    raise HotloopError(
+        f"prices {path}: columns {', '.join(columns) or 'none'}",
+        expected=f"a column {names[0]!r}",
+        fix="name the columns name,price per hour",
     )

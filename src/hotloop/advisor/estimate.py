@@ -8,16 +8,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hotloop.advisor.chips import PRECISIONS, Chip, find_chip
-from hotloop.advisor.coefficients import Coefficients, shipped
-from hotloop.advisor.communication import DEFAULT_PCIE_BYTES_PER_S, Interconnect
-from hotloop.advisor.parallel_ways import Split, Way, communication_s, memory_of, share_of
-from hotloop.advisor.rates import PRODUCTS, operator_time, product_class
+from hotloop.advisor.parallel_ways import (
+    DEFAULT_PCIE_BYTES_PER_S,
+    Interconnect,
+    Split,
+    Way,
+    communication_s,
+    memory_of,
+    share_of,
+)
+from hotloop.advisor.rates import PRODUCTS, Coefficients, operator_time, product_class, shipped
+from hotloop.core.records.advice import NORMAL_90
 from hotloop.core.records.step_costs import OperatorCost, StepCosts, StepPhase
 from hotloop.errors import HotloopError
 from hotloop.plan import BASELINE, Plan
-
-_NORMAL_90 = 1.645
-"""Standard deviations between the median and the ends of a 90 % interval."""
 
 _WIDTHS = {"fp32": 1.0, "tf32": 1.0, "fp16": 0.5, "bf16": 0.5, "fp8": 0.5}
 """Bytes of an activation in the precision, as a share of fp32."""
@@ -32,13 +36,11 @@ class Host:
     """The processor that issues a GPU's work.
 
     Attributes:
-        name: for messages.
         speed: speed of one core as a multiple of the host of the coefficients, by clock or measured dispatch.
         loading_s: seconds per step that the data needs, overlapped with the step where `overlap`.
         overlap: whether worker processes load the next batch during the step.
     """
 
-    name: str = "typical server"
     speed: float = 1.0
     loading_s: float = 0.0
     overlap: bool = False
@@ -129,7 +131,7 @@ def estimate(
         loading += 0.25 * costs.input_bytes / split.data / ((chip.pcie_bytes_per_s or DEFAULT_PCIE_BYTES_PER_S) * 0.7)
     parts["data loading"] = loading
     seconds += loading
-    factor = math.exp(_NORMAL_90 * spread)
+    factor = math.exp(NORMAL_90 * spread)
     measured = coefficients.is_measured(chip) or chip.is_measured
     return Estimate(
         chip=chip.name,
@@ -168,10 +170,6 @@ class _Phase:
     host_s: float = 0.0
     by_class: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     doubt_s: float = 0.0  # seconds of kernels times the spread that their shortness adds
-
-    @property
-    def device_s(self) -> float:
-        return self.compute_s + self.memory_s + self.launch_s
 
 
 def _phase(

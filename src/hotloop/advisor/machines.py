@@ -7,17 +7,80 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from hotloop.advisor.chips import Chip
-from hotloop.advisor.coefficients import Coefficients
-from hotloop.advisor.communication import Interconnect
-from hotloop.advisor.cpu_rates import INTERVAL, cpu_step_time
+from hotloop.advisor.chips import Chip, Price
 from hotloop.advisor.estimate import Estimate, Host, estimate, parse_plan
 from hotloop.advisor.parallel_ways import at_batch
-from hotloop.advisor.prices import Price
-from hotloop.advisor.speedup import Speedup, crossing_batches, pays_from
-from hotloop.core.records.advice import NORMAL_90, Correction, MeasuredStep
+from hotloop.advisor.rates import CPU_INTERVAL, cpu_step_time
+from hotloop.core.records.advice import NORMAL_90, Correction, MachineAdvice, MeasuredStep
 from hotloop.core.records.step_costs import CpuRates, StepCosts
 from hotloop.plan import Plan
+
+
+def with_article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEFHLMNRSX' or name[:1] == '8' else 'a'} {name}"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+
+
+def duration(seconds: float) -> str:
+    """Returns `45 s`, `12 min`, `3.4 h` or `2.1 days`."""
+    for limit, unit, size in ((100, "s", 1), (6000, "min", 60), (48 * 3600, "h", 3600)):
+        if seconds < limit:
+            value = seconds / size
+            return f"{value:.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"
+    return f"{seconds / 86400:,.1f} days"
+
+
+Step = tuple[float, float, float]
+"""Milliseconds of a step: the median and the ends of the 90 % interval."""
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """The CPU's step divided by the GPU's, with its 90 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, cpu: Step, gpu: Step) -> Speedup:
+        """Returns the ratio of two steps whose errors are independent."""
+        ratio = cpu[0] / gpu[0]
+        below = math.hypot(math.log(cpu[0] / cpu[1]), math.log(gpu[2] / gpu[0]))
+        above = math.hypot(math.log(cpu[2] / cpu[0]), math.log(gpu[0] / gpu[1]))
+        return cls(ratio, ratio * math.exp(-below), ratio * math.exp(above))
+
+
+CROSSING_BATCHES = tuple(2**power for power in range(17))
+
+
+def pays_from(ratios: Sequence[Speedup], is_sure: bool = True) -> tuple[str, int | None, int | None]:
+    """Returns a clause, and the batches from which a GPU is probably and surely faster, None for no batch.
+
+    Args:
+        ratios: speed-up at each of `CROSSING_BATCHES`.
+        is_sure: whether a GPU may be said to pay surely.
+    """
+    probably = _start([ratio.median > 1 for ratio in ratios])
+    surely = _start([ratio.low > 1 for ratio in ratios])
+    if not probably:
+        return f"A GPU probably pays at no batch up to {CROSSING_BATCHES[-1]:,}", None, None
+    if not is_sure:
+        return f"A GPU probably pays from batch {probably:,} on", probably, None
+    if not surely:
+        return f"A GPU probably pays from batch {probably:,} on, surely at no batch", probably, None
+    start = f"A GPU surely pays from batch {surely:,} on"
+    return (start if surely == probably else f"{start}, probably from {probably:,} on"), probably, surely
+
+
+def _start(holds: Sequence[bool]) -> int | None:
+    """Returns the first batch of those at the end for all of which a condition holds."""
+    first = max((number + 1 for number, one in enumerate(holds) if not one), default=0)
+    return CROSSING_BATCHES[first] if first < len(holds) else None
+
 
 RESERVED_BYTES = 0.8e9
 """Device memory that the driver's context and libraries take."""
@@ -75,58 +138,6 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class MachineRow:
-    """A row of the table.
-
-    Attributes:
-        name: machine.
-        chip: chip's name.
-        gpus: number of chips.
-        step_ms, low_ms, high_ms: predicted step with its 90 % interval.
-        run_s: seconds of the whole run.
-        memory_bytes: needed on each chip.
-        memory_there_bytes: memory of each chip; None where unknown.
-        fits: `fits`, `fits with accumulation`, `sharded`, `no` or `unknown`.
-        accumulation: pieces of a batch with which the step fits.
-        way: how several chips share the step.
-        cost: price of the run; None without a price.
-        cost_per_1000_steps: None without a price.
-        energy_kwh: board power times the run's time; None where the power is unknown.
-        bound: the largest part of the step.
-        parts: milliseconds by part.
-        source: what the prediction rests on.
-        meets: whether deadline and budget are met and the step fits.
-        marks: `cheapest`, `fastest`, or both.
-        form: `here`, `consumer`, `laptop` or `workstation`.
-    """
-
-    name: str
-    chip: str
-    gpus: int
-    step_ms: float
-    low_ms: float
-    high_ms: float
-    run_s: float
-    memory_bytes: int
-    memory_there_bytes: float | None
-    fits: Fits
-    accumulation: int
-    way: str
-    cost: float | None
-    cost_per_1000_steps: float | None
-    energy_kwh: float | None
-    bound: str
-    parts: dict[str, float]
-    source: str
-    meets: bool
-    marks: tuple[str, ...] = ()
-    form: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-@dataclass(frozen=True)
 class Advice:
     """The answer.
 
@@ -141,16 +152,13 @@ class Advice:
 
     stage: int
     reason: str
-    machines: tuple[MachineRow, ...]
+    machines: tuple[MachineAdvice, ...]
     pays_from: int | None = None
     pays_surely_from: int | None = None
     pays_sentence: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        return vars(self) | {"machines": [row.to_dict() for row in self.machines]}
 
-
-def advise(
+def compare_machines(
     costs: StepCosts,
     machines: Sequence[Machine],
     steps: int,
@@ -162,8 +170,6 @@ def advise(
     budget: float | None = None,
     is_sure: bool = True,
     host: Host | None = None,
-    network: Interconnect | None = None,
-    coefficients: Coefficients | None = None,
 ) -> Advice:
     """Returns a row for each machine, the cheapest and the fastest that meet deadline and budget, and the stage.
 
@@ -171,13 +177,13 @@ def advise(
         costs: record of the step.
         machines: machines to consider, that at hand among them.
         steps: steps of the whole run.
-        precision, plan, host, network, coefficients: as for `estimate`.
+        precision, plan, host: as for `estimate`.
         prices: by chip.
         deadline_s: longest run in seconds.
         budget: highest cost of the run.
         is_sure: whether a GPU may be said to pay surely; not beside other programs.
     """
-    options = {"precision": precision, "plan": plan, "host": host, "network": network, "coefficients": coefficients}
+    options = {"precision": precision, "plan": plan, "host": host}
     rows = [_row(costs, machine, steps, prices or {}, deadline_s, budget, options) for machine in machines]
     rows = _marked(rows)
     stage, reason = _stage(rows, deadline_s, budget)
@@ -187,7 +193,7 @@ def advise(
 def _row(
     costs: StepCosts, machine: Machine, steps: int, prices: Mapping[str, Price], deadline_s: float | None, budget: float | None,
     options: dict[str, Any],
-) -> MachineRow:  # fmt: skip
+) -> MachineAdvice:  # fmt: skip
     result, fits, pieces = _fitting(machine.costs or costs, machine, options)
     step_ms = machine.measured.step_ms if machine.measured else result.step_ms * machine.correction.factor
     scale = step_ms / result.step_ms
@@ -199,7 +205,7 @@ def _row(
     watts = machine.chip.board_w
     is_in_time = deadline_s is None or run_s <= deadline_s
     is_in_budget = budget is None or (cost is not None and cost <= budget)
-    return MachineRow(
+    return MachineAdvice(
         name=machine.title,
         chip=machine.chip.name,
         gpus=machine.gpus,
@@ -220,6 +226,8 @@ def _row(
         source=_source(machine, result),
         meets=is_in_time and is_in_budget and fits != "no",
         form=machine.form,
+        batch_size=costs.batch_size,
+        price_source="" if price is None or machine.is_here else price.source,
     )
 
 
@@ -274,8 +282,8 @@ def predicted(costs: StepCosts, machine: Machine, way: str, options: dict[str, A
     return replace(
         result,
         step_ms=step_ms,
-        low_ms=step_ms * INTERVAL[0],
-        high_ms=step_ms * INTERVAL[1],
+        low_ms=step_ms * CPU_INTERVAL[0],
+        high_ms=step_ms * CPU_INTERVAL[1],
         parts=parts,
         bound=max(parts, key=lambda name: parts[name]),
         source="predicted from operators measured here",
@@ -308,33 +316,37 @@ def in_pieces(costs: StepCosts, machine: Machine, way: str, pieces: int, options
     )
 
 
-def _marked(rows: list[MachineRow]) -> list[MachineRow]:
+def _marked(rows: list[MachineAdvice]) -> list[MachineAdvice]:
     met = [row for row in rows if row.meets]
     priced = [row for row in met if row.cost is not None]
     cheapest = min(priced, key=lambda row: (row.cost, row.run_s), default=None)
     fastest = min(met, key=lambda row: row.run_s, default=None)
     names = (("cheapest", cheapest), ("fastest", fastest))
-    return [replace(row, marks=tuple(name for name, best in names if best is row)) for row in rows]
+    return [row.model_copy(update={"marks": [name for name, best in names if best is row]}) for row in rows]
 
 
-def _stage(rows: Sequence[MachineRow], deadline_s: float | None, budget: float | None) -> tuple[int, str]:
+def _stage(rows: Sequence[MachineAdvice], deadline_s: float | None, budget: float | None) -> tuple[int, str]:
     """Returns the smallest stage with a machine that meets the conditions, and the reason."""
-    limit = deadline_s if deadline_s is not None else None
     here = next((row for row in rows if row.form == "here"), None)
     single = [row for row in rows if row.meets and row.gpus == 1 and row.form != "here"]
     several = [row for row in rows if row.meets and row.gpus > 1]
     best = min(single, key=lambda row: row.run_s, default=None)
     if here and here.meets:
         faster = here.run_s / best.run_s if best else 1.0
-        if limit is not None:
-            return 1, f"this machine is enough: the run takes {duration(here.run_s)} of the {duration(limit)} allowed"
+        if deadline_s is not None:
+            return (
+                1,
+                f"this machine is enough: the run takes {duration(here.run_s)} of the {duration(deadline_s)} allowed",
+            )
         if here.run_s <= ENOUGH_S:
             return 1, f"this machine is enough: the run takes {duration(here.run_s)}"
         if best is None or faster < 1.5:
             return 1, "this machine is enough: no other single machine is 1.5 times as fast"
     small = min((row for row in single if row.form in ("consumer", "laptop")), key=lambda row: row.run_s, default=None)
-    why = _why_not(here, limit)
-    if small and (limit is not None or small.run_s <= 24 * 3600 or best is None or small.run_s <= 1.5 * best.run_s):
+    why = _why_not(here, deadline_s)
+    if small and (
+        deadline_s is not None or small.run_s <= 24 * 3600 or best is None or small.run_s <= 1.5 * best.run_s
+    ):
         return 2, f"{why}; one {small.name} takes {duration(small.run_s)}, bound by {small.bound}"
     if best:
         lack = "no consumer GPU has the memory" if not small else f"a {small.name} takes {duration(small.run_s)}"
@@ -354,7 +366,7 @@ def _stage(rows: Sequence[MachineRow], deadline_s: float | None, budget: float |
     return 4, f"none of these machines meets {conditions}{tail}"
 
 
-def _why_not(here: MachineRow | None, limit: float | None) -> str:
+def _why_not(here: MachineAdvice | None, limit: float | None) -> str:
     if here is None:
         return "the machine at hand isn't among the machines"
     if here.fits == "no":
@@ -363,7 +375,7 @@ def _why_not(here: MachineRow | None, limit: float | None) -> str:
 
 
 def _pays(
-    costs: StepCosts, machines: Sequence[Machine], rows: Sequence[MachineRow], options: dict[str, Any], is_sure: bool
+    costs: StepCosts, machines: Sequence[Machine], rows: Sequence[MachineAdvice], options: dict[str, Any], is_sure: bool
 ) -> tuple[int | None, int | None, str]:
     """Returns the batches from which a GPU is probably and surely faster than the CPU at hand, and a sentence."""
     here = next((machine for machine in machines if machine.is_here and machine.chip.kind == "cpu"), None)
@@ -377,7 +389,7 @@ def _pays(
     row, gpu = min(fitting, key=lambda pair: (pair[1].form not in ("consumer", "here"), pair[0].step_ms))
     own = next(one for one, machine in zip(rows, machines, strict=True) if machine is here)
     ratios = [
-        Speedup.of(_at(costs, here, batch, options), _at(costs, gpu, batch, options)) for batch in crossing_batches()
+        Speedup.of(_at(costs, here, batch, options), _at(costs, gpu, batch, options)) for batch in CROSSING_BATCHES
     ]
     start, probably, surely = pays_from(ratios, is_sure)
     now = Speedup.of((own.step_ms, own.low_ms, own.high_ms), (row.step_ms, row.low_ms, row.high_ms))
@@ -398,20 +410,3 @@ def _at(costs: StepCosts, machine: Machine, batch: float, options: dict[str, Any
         factor = machine.measured.step_ms / predicted(costs, machine, "none", options).step_ms
     step_ms = result.step_ms * factor
     return step_ms, *_interval(replace(machine, measured=None), result, step_ms)
-
-
-def with_article(name: str) -> str:
-    return f"{'an' if name[:1] in 'AEFHLMNRSX' or name[:1] == '8' else 'a'} {name}"
-
-
-def times(ratio: float) -> str:
-    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
-
-
-def duration(seconds: float) -> str:
-    """Returns `45 s`, `12 min`, `3.4 h` or `2.1 days`."""
-    for limit, unit, size in ((100, "s", 1), (6000, "min", 60), (48 * 3600, "h", 3600)):
-        if seconds < limit:
-            value = seconds / size
-            return f"{value:.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"
-    return f"{seconds / 86400:,.1f} days"

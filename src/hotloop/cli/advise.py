@@ -28,8 +28,8 @@ from hotloop.cli.profile import _script_path
 from hotloop.core.files.atomic_files import check_writable
 
 if TYPE_CHECKING:
+    from hotloop.advisor.advice import AdviceRequest
     from hotloop.core.records.advice import HardwareAdvice
-    from hotloop.hardware_advice.task_advice import AdviceRequest
 
 
 @exit_on_error
@@ -117,8 +117,7 @@ def advise(
     if out is not None:
         check_writable(out, "--out")
 
-    from hotloop.advisor.chips import PRECISIONS, find_chip
-    from hotloop.advisor.prices import read_prices
+    from hotloop.advisor.chips import PRECISIONS, find_chip, read_prices
     from hotloop.core.format import parse_seconds
     from hotloop.core.plan_request import PlanRequest
 
@@ -141,7 +140,7 @@ def advise(
         carbon_g_per_kwh=carbon,
     )
 
-    from hotloop.hardware_advice.task_advice import AdviceRequest
+    from hotloop.advisor.advice import AdviceRequest
 
     request = AdviceRequest(**known)
     with stdout_for(as_json), _progress() as progress:
@@ -186,7 +185,7 @@ def _advise_task(
 ) -> HardwareAdvice:
     from dataclasses import replace
 
-    from hotloop.hardware_advice.task_advice import advise_task
+    from hotloop.advisor.advice import advise_task
     from hotloop.task import override_fields
     from hotloop.task_file import load_task
 
@@ -208,7 +207,7 @@ def _advise_script(
 ) -> HardwareAdvice:
     import sys
 
-    from hotloop.hardware_advice.script_advice import advise_script
+    from hotloop.advisor.advice import advise_script
 
     stdout = sys.stderr.fileno() if as_json else None
     return advise_script(path, arguments, steps, epochs, request, stdout=stdout, say=say, progress=progress)
@@ -231,8 +230,8 @@ def _show(found: HardwareAdvice, out: Path | None, as_json: bool) -> None:
 
 
 def _show_score(as_json: bool) -> None:
+    from hotloop.advisor.ledger import load_predictions
     from hotloop.core.records.advice import Score
-    from hotloop.hardware_advice.ledger import load_predictions
     from hotloop.report.advice import score_page
 
     predictions, notes = load_predictions()

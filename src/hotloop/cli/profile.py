@@ -34,6 +34,7 @@ from hotloop.core.files.source_files import defines_task, file_of_reference, spl
 
 if TYPE_CHECKING:
     from hotloop.core.records.profile import Profile
+    from hotloop.profiler.base.steps import ProfileSettings
 
 _TASK_OPTIONS = ("plan", "settings", "device", "param", "batch_size", "ranks")
 
@@ -127,8 +128,10 @@ def profile(
             option = {"settings": "set"}.get(refused[0], refused[0]).replace("_", "-")
             reason = f"{file} is run as a script: it imports no hotloop, or defines no task"
             raise typer.BadParameter(f"--{option} is for a Task, and {reason}")
-        tries = (time_limit or "30s") if try_remedies else None
-        found = _profile_script(path, arguments or [], steps, stop_after, trace, tries, as_json)
+        from hotloop.profiler.base.steps import ProfileSettings
+
+        asked = ProfileSettings.of(steps, trace, tries=try_remedies, time_limit=time_limit)
+        found = _profile_script(path, arguments or [], asked, stop_after, as_json)
     else:
         if stop_after is not None:
             raise typer.BadParameter("--stop-after ends a script; a Task is run for --steps steps")
@@ -160,27 +163,18 @@ def _script_path(file: str, arguments: bool) -> Path | None:
 
 
 def _profile_script(
-    path: Path | str,
-    arguments: list[str],
-    steps: int | None,
-    stop_after: str | None,
-    trace: Path | None,
-    tries: str | None,
-    as_json: bool,
+    path: Path | str, arguments: list[str], settings: ProfileSettings, stop_after: str | None, as_json: bool
 ) -> Profile:
     from hotloop.core.format import parse_seconds
 
-    given: dict[str, Any] = dict(
-        steps=steps,
-        stop_after_s=None if stop_after is None else parse_seconds(stop_after, "stop-after"),
-        stdout=sys.stderr.fileno() if as_json else None,
-        trace=trace,
-        try_s=None if tries is None else parse_seconds(tries, "time-limit"),
+    stop_after_s = None if stop_after is None else parse_seconds(stop_after, "stop-after")
+    stdout = sys.stderr.fileno() if as_json else None
+
+    from hotloop.profiler.profile import profile_script
+
+    return profile_script(
+        path, arguments, settings=settings, stop_after_s=stop_after_s, stdout=stdout, progress=_say_first()
     )
-
-    from hotloop.profiler.profile import profile_and_diagnose_script
-
-    return profile_and_diagnose_script(path, arguments, progress=_say_first(), **given)
 
 
 def _say_first() -> Callable[[str, float], None]:
@@ -228,9 +222,7 @@ def _profile_task(
         with profiler_profile.join_as_rank(wanted, console) as progress:
             common: dict[str, Any] = dict(overrides=overrides, say=say, progress=progress)
             chosen = profiler_profile.resolve_plan(override_fields(loaded.task, overrides), wanted)
-            found = profiler_profile.profile_and_diagnose_task(
-                loaded, chosen, steps=steps, trace=trace, keeps=True, **common
-            )
+            found = profiler_profile.profile_task(loaded, chosen, steps=steps, trace=trace, keeps=True, **common)
             if given["try_remedies"] and found.stopped != CTRL_C:
                 found = profiler_profile.race_remedies(
                     loaded, found, chosen, time_limit=time_limit, began=began, **common

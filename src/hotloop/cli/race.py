@@ -92,7 +92,7 @@ def race(
     spec = RaceSpec(named, devices=names, axes=axes, time_limit=time_limit)
     spec.requested_plans()  # reports a wrong plan before the import of torch, which takes seconds
 
-    from hotloop.hardware_advice.this_machine import compare_with_predictions
+    from hotloop.advisor.ledger import compare_with_predictions
     from hotloop.report.race import race_progress_bar
     from hotloop.task_file import load_task
     from hotloop.tuning import race as tuning_race

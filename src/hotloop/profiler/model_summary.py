@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,8 @@ from hotloop.lowering.build import lower
 from hotloop.lowering.context import count_parameters
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from hotloop.profiler.costs import matmul_cost
-from hotloop.profiler.costs.operator_cost import count_operator
+from hotloop.profiler.operator_cost import PRODUCT_FORMULAS, count_operator
+from hotloop.profiler.step_costs.operator_recorder import op_call
 from hotloop.report.model_summary import PrintableSummary
 from hotloop.task import Task
 
@@ -226,12 +226,11 @@ class _FlopCounter(ReadOnlyDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__ if hasattr(function, "overloadpacket") else ""
-        if name in matmul_cost.FORMULAS:
-            shapes = [_shapes(value) for value in args]
-            arguments: list[Any] = [None if isinstance(value, Tensor) else value for value in args]
+        if name in PRODUCT_FORMULAS:
+            call = op_call(args)
             if name == "convolution_backward":  # the bias's gradient is a sum, not a product
-                arguments[-1] = [*arguments[-1][:2], False]
-            cost = count_operator(name, shapes, [_dtype(value) for value in args], arguments)
+                call = replace(call, arguments=[*call.arguments[:-1], [*args[-1][:2], False]])
+            cost = count_operator(name, call.shapes, call.dtypes, call.arguments)
             self._add(cost.flops if cost else 0.0)
         return function(*args, **(kwargs or {}))
 
@@ -243,18 +242,6 @@ class _FlopCounter(ReadOnlyDispatchMode):
             self.forward += flops
             if stack:
                 stack[-1].flops += flops
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return list(value.shape)
-    if isinstance(value, list | tuple) and value and all(isinstance(item, Tensor) for item in value):
-        return [list(item.shape) for item in value]
-    return []
-
-
-def _dtype(value: Any) -> str:
-    return str(value.dtype) if isinstance(value, Tensor) else "Scalar" if value is not None else "None"
 
 
 def _is_in_backward() -> bool:

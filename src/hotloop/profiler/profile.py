@@ -1,23 +1,26 @@
-"""Profiles a Task or a script: records steps, measures the machine's limits, diagnoses, races remedies."""
+"""Profiles a Task or a script: records steps, measures the machine's limits and load, diagnoses, races remedies."""
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hotloop.core.feasibility import violations
 from hotloop.core.format import parse_seconds
 from hotloop.core.hardware.devices import resolve_device
 from hotloop.core.hardware.machine import machine_name, speed_versions
-from hotloop.core.hardware.machine_load import wait_until_quiet
+from hotloop.core.hardware.machine_load import is_busy, wait_until_quiet
 from hotloop.core.hardware.probe import measure_hardware
 from hotloop.core.plan_request import PlanRequest
-from hotloop.core.records.profile import HardwareLimits, Profile, Remedy
+from hotloop.core.records.profile import HardwareLimits, Profile, Remedy, ThreadUse
 from hotloop.core.records.race import Verdict
 from hotloop.core.reporter import Say
 from hotloop.core.terminal import Terminal
@@ -27,12 +30,13 @@ from hotloop.distributed.launch import launch, local_rank_count
 from hotloop.distributed.world import World
 from hotloop.errors import DeviceError, PlanError, TimeOverError
 from hotloop.plan import Plan
-from hotloop.profiler.busy_machine import busy_warning, slowdown_notes, with_oversubscription
-from hotloop.profiler.costs.roofline import device_limits, with_limit_shares
+from hotloop.profiler.base.steps import DEFAULT_SETTINGS, REMEDY_RACE_S, ProfileFacts, ProfileSettings
 from hotloop.profiler.detectors import diagnose
-from hotloop.profiler.script import profile_script
-from hotloop.profiler.task_profile import profile_task
+from hotloop.profiler.operator_cost import device_limits, with_limit_shares
+from hotloop.profiler.summary import summarize
+from hotloop.profiler.task_profile import record_task
 from hotloop.report.race import race_progress_bar
+from hotloop.scripts.script_process import run_script
 from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask
 from hotloop.tuning.auto.auto import feasibility_facts, list_options
@@ -45,9 +49,6 @@ UNTRIED_TORCH = (
     "only a race measures whether PyTorch takes less time for this step: --try, or hotloop race --plans arrays,auto"
 )
 NO_PLAN = "a script has no plan to change; make the training a Task, and --try races remedies that a plan can express"
-REMEDY_RACE_S = 30.0
-"""Seconds for racing remedies, or for compiling and racing a script's network, without a time limit."""
-
 SHARED_LIMITS_NOTE = "limits are those of the whole machine, which the ranks on it share"
 
 
@@ -84,15 +85,12 @@ def profile(
     """
     console = Terminal() if progress else Terminal(quiet=True)
     if not isinstance(task, Task):
-        refuse_for_script(plan=plan is not None)
-        try_s = None
-        if try_remedies:
-            try_s = REMEDY_RACE_S if time_limit is None else parse_seconds(time_limit, "time-limit")
+        if plan is not None:
+            raise PlanError("a plan for a script", expected="a Task", fix=NO_PLAN)
+        settings = ProfileSettings.of(steps, trace, tries=try_remedies, time_limit=time_limit)
         limit_s = None if stop_after is None else parse_seconds(stop_after, "stop-after")
         with race_progress_bar(console) as moved:
-            return profile_and_diagnose_script(
-                Path(task), arguments, steps=steps, stop_after_s=limit_s, trace=trace, try_s=try_s, progress=moved
-            )
+            return profile_script(Path(task), arguments, settings, stop_after_s=limit_s, progress=moved)
     loaded, wanted = LoadedTask(task, None, {}), PlanRequest.from_value(plan)
     refuse_for_ranks(wanted.plan, try_remedies=try_remedies)
 
@@ -101,7 +99,7 @@ def profile(
     def inspect() -> Profile:
         with join_as_rank(wanted, console) as moved:
             chosen = resolve_plan(task, wanted)
-            found = profile_and_diagnose_task(loaded, chosen, steps=steps, trace=trace, progress=moved)
+            found = profile_task(loaded, chosen, steps=steps, trace=trace, progress=moved)
             if not try_remedies:
                 return found
             return race_remedies(loaded, found, chosen, time_limit=time_limit, began=began, progress=moved)
@@ -148,12 +146,6 @@ def resolve_plan(task: Task, wanted: PlanRequest) -> Plan:
     return next(one.plan for one in list_options(task, wanted.plan).choices if one.plan.compile == wanted.plan.compile)
 
 
-def refuse_for_script(*, plan: bool) -> None:
-    """Raises PlanError if a plan is given for a script."""
-    if plan:
-        raise PlanError("a plan for a script", expected="a Task", fix=NO_PLAN)
-
-
 def refuse_for_ranks(plan: Plan, *, try_remedies: bool) -> None:
     """Raises PlanError if an option needs one process, or ranks of this machine."""
     if plan.parallel == "async":
@@ -176,23 +168,20 @@ def refuse_for_ranks(plan: Plan, *, try_remedies: bool) -> None:
         )
 
 
-def profile_and_diagnose_script(
+def profile_script(
     path: Path | str,
     arguments: Sequence[str] = (),
+    settings: ProfileSettings = DEFAULT_SETTINGS,
     *,
-    steps: int | None = None,
     stop_after_s: float | None = None,
     stdout: int | None = None,
-    trace: Path | None = None,
-    try_s: float | None = None,
     progress: Progress = lambda doing, share: None,
 ) -> Profile:
-    """Profiles a script; see `profile` and `profile_script`."""
-    options: dict[str, Any] = dict(steps=steps, stop_after_s=stop_after_s, stdout=stdout, trace=trace, try_s=try_s)
-    return _diagnose(profile_script(path, arguments, **options), progress)
+    """Profiles a script; see `profile` and `record_script`."""
+    return _diagnose(record_script(path, arguments, settings, stop_after_s=stop_after_s, stdout=stdout), progress)
 
 
-def profile_and_diagnose_task(
+def profile_task(
     loaded: LoadedTask,
     plan: Plan,
     *,
@@ -203,7 +192,7 @@ def profile_and_diagnose_task(
     progress: Progress = lambda doing, share: None,
     keeps: bool = False,
 ) -> Profile:
-    """Profiles a loaded Task; see `profile`, and `profile_task` for `keeps`.
+    """Profiles a loaded Task; see `profile`, and `record_task` for `keeps`.
 
     Of several ranks, rank 0 returns the diagnosed profile of all, the others their own records.
     """
@@ -212,7 +201,7 @@ def profile_and_diagnose_task(
     wait_until_quiet()
     progress("recording", 0.0)
     source = task.name if loaded.record is None else loaded.record.reference
-    recorded = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say, keeps=keeps)
+    recorded = record_task(task, plan, steps=steps, trace=trace, source=source, say=say, keeps=keeps)
     if not World.from_group(plan).is_rank_zero:
         return recorded
     if recorded.ranks:  # cores that one rank leaves idle are used by another
@@ -289,7 +278,10 @@ def race_remedies(
         began: start of the time limit, by `time.monotonic()`; default now.
     """
     base = resolve_device(plan)
-    found = found.model_copy(update={"remedies": [*found.remedies, *_torch_remedies(base)]})
+    if base.engine != "eager":
+        what = "the step is written out in array operations"
+        remedy = Remedy(cause=what, where="", remedy="let PyTorch compute it", gain=0.0, axes={"engine": "eager"})
+        found = found.model_copy(update={"remedies": [*found.remedies, remedy]})
     asked = [one for one in [*found.remedies, *found.candidates] if one.axes]
     plans = list(dict.fromkeys(base.with_axes(**one.axes) for one in asked))
     if not plans:
@@ -334,13 +326,6 @@ def _why_not_won(candidate: Remedy) -> str:
     return f"{axes} is no remedy here: {found}. hotloop tune tries other plans."
 
 
-def _torch_remedies(base: Plan) -> list[Remedy]:
-    if base.engine == "eager":
-        return []
-    what = "the step is written out in array operations"
-    return [Remedy(cause=what, where="", remedy="let PyTorch compute it", gain=0.0, axes={"engine": "eager"})]
-
-
 def _why_lost(remedy: Remedy) -> str:
     if remedy.won is None:
         return "whether PyTorch (engine=eager) takes less time for the step couldn't be raced"
@@ -358,3 +343,109 @@ def _with_race_result(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
     gain = max(0.0, 1 - 1 / timing.ratio) if "engine" in remedy.axes else remedy.gain
     evidence = f"{remedy.evidence}{proven}".removeprefix("; ")
     return remedy.model_copy(update={"won": won, "gain": gain, "evidence": evidence})
+
+
+def record_script(
+    path: Path | str,
+    arguments: Sequence[str] = (),
+    settings: ProfileSettings = DEFAULT_SETTINGS,
+    *,
+    stop_after_s: float | None = None,
+    stdout: int | None = None,
+) -> Profile:
+    """Runs a script to its end and profiles its training steps; see `run_script`.
+
+    After Ctrl-C or SIGTERM the profile has the records until then.
+
+    Raises:
+        TaskError: the file doesn't exist.
+    """
+    wait_until_quiet()
+    inside = "hotloop.profiler.script_child:wait_for_torch"
+    end = run_script(
+        path, arguments, inside=inside, settings=asdict(settings), stop_after_s=stop_after_s, stdout=stdout
+    )
+    if end.result is None:
+        notes, closed = ["the script ended before anything was recorded"], ""
+        profile = Profile(source=str(path), steps=0, step_ms=None, notes=notes)
+    else:
+        facts = ProfileFacts.of(end.result)
+        profile, closed = summarize(facts, str(path)), facts.closed
+    update = {"exit_code": end.exit_code, "stopped": end.stopped or closed, "seconds": end.seconds}
+    return profile.model_copy(update=update)
+
+
+_NOTABLE_SLOWDOWN = 1.2
+"""Smallest reported slowdown: duration of operations over their duration on an idle machine."""
+
+_MATRIX_SIZES = (256, 512)
+
+_ROUNDS = 12
+
+_MAX_S = 2.0
+
+
+def busy_warning(threads: ThreadUse | None) -> str:
+    """Returns the warning that other programs use the cores; empty if they use almost none."""
+    if threads is None or not is_busy(threads.others, threads.cores):
+        return ""
+    free, again = max(1, threads.cores - round(threads.others)), "run again when the machine is quiet"
+    if threads.torch > free:
+        again = f"set OMP_NUM_THREADS={free} and run again, best when the machine is quiet"
+    return (
+        f"The machine is busy: other programs kept {threads.others:.1f} of {threads.cores} cores busy. Times are too long, "
+        f"and advice that depends on how fast operations are is left out: {again}."
+    )
+
+
+def with_oversubscription(threads: ThreadUse | None) -> ThreadUse | None:
+    """Returns the threads, with the measured slowdown if torch has more threads than the machine has cores."""
+    if threads is None or threads.torch <= threads.cores:
+        return threads
+    return threads.model_copy(update={"slower": oversubscription(threads.torch, threads.cores)})
+
+
+def slowdown_notes(threads: ThreadUse | None) -> list[str]:
+    """Returns a note with the current slowdown if torch's threads wait for cores that other programs use."""
+    if threads is None or threads.torch > threads.cores:
+        return []
+    free = max(1, threads.cores - round(threads.others))
+    slower = oversubscription(threads.torch, free) if threads.torch > free else 1.0
+    if slower < _NOTABLE_SLOWDOWN:
+        return []
+    return [
+        f"other programs kept {threads.others:.1f} of {threads.cores} cores busy, and the pieces of an operation wait for "
+        f"each other: cut for {threads.torch} threads, operations take {slower:.1f} times as long as with {free} while "
+        f"they run (OMP_NUM_THREADS={free}); times and limits are those of a shared machine"
+    ]
+
+
+def oversubscription(threads: int, cores: int) -> float:
+    """Returns the slowdown of operations with `threads` threads relative to one per core or one alone; at least 1.
+
+    The faster of the two counts: on busy cores that is one thread. The result is the median of many rounds, within
+    2 s.
+    """
+    before = torch.get_num_threads()
+    ratios: list[float] = []
+    until = time.monotonic() + _MAX_S
+    try:
+        with torch.inference_mode():
+            inputs = [torch.rand(size, size) for size in _MATRIX_SIZES]
+            while len(ratios) < _ROUNDS and (not ratios or time.monotonic() < until):
+                one, few, many = (_time_matmuls(inputs, count) for count in (1, cores, threads))
+                ratios.append(many / min(one, few))
+    finally:
+        torch.set_num_threads(before)
+    return max(1.0, statistics.median(ratios))
+
+
+def _time_matmuls(inputs: list[torch.Tensor], threads: int) -> float:
+    torch.set_num_threads(threads)
+    for one in inputs:  # the first operation wakes the threads
+        one @ one
+    began = time.perf_counter()
+    for one in inputs:
+        for _ in range(3):
+            (one @ one).relu()
+    return time.perf_counter() - began

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median, median_low
 from typing import Any
 
 from hotloop.core.number_formats import reduced_formats
@@ -23,14 +23,11 @@ from hotloop.core.records.profile import (
     TimeOutsideSteps,
 )
 from hotloop.core.records.profile_terms import Phase, SlowPattern
-from hotloop.profiler.base.light_mode import without_cold_steps
-from hotloop.profiler.base.schedule import DEFAULT_STEPS, DELAYED, middle_mean
-from hotloop.profiler.base.step_facts import ProfileFacts, StepFact
-from hotloop.profiler.base.step_lengths import StepLengths
+from hotloop.profiler.base.phases import without_cold_steps
+from hotloop.profiler.base.steps import DEFAULT_STEPS, DELAYED, Kind, ProfileFacts, StepFact, mean_phases, middle_mean
 from hotloop.profiler.detectors.optimizer_updates import merge_alike_optimizers
-from hotloop.profiler.phase_refinement import refine_phases
 from hotloop.profiler.timers.line_sampler import shift_phases
-from hotloop.profiler.trace.calibration import clamp_ops_to_phases
+from hotloop.profiler.trace.events import clamp_ops_to_phases
 from hotloop.tuning.races.statistics import ratio_of
 
 _MIN_STEPS = 8
@@ -71,7 +68,7 @@ def summarize(facts: ProfileFacts, source: str, *, plan: str = "") -> Profile:
         step_where=facts.anchor if measured else "",
         step_ms=step_ms,
         phases=phases,
-        attributed=_attributed_share(phases),
+        attributed=1 - phases.get("unattributed", 0.0) / sum(phases.values()) if phases else None,
         samples_per_step=facts.samples_per_step,
         one_batch=facts.one_batch,
         batch=facts.batch,
@@ -133,8 +130,7 @@ def _phases(steps: Sequence[StepFact], step_ms: float | None) -> dict[Phase, flo
     """Milliseconds per phase, scaled to the duration of a clean step."""
     if not steps or not step_ms:
         return {}
-    names = dict.fromkeys(name for step in steps for name in step.phases)
-    means = {name: middle_mean([step.phases.get(name, 0.0) for step in steps]) for name in names}
+    means = mean_phases(steps)
     total = sum(means.values())
     return {name: mean * step_ms / total for name, mean in means.items() if mean}
 
@@ -144,12 +140,6 @@ def _paging_of(steps: Sequence[StepFact]) -> PagingRecord | None:
     if not steps or not (pages := sum(step.pages for step in steps) / len(steps)) > _MIN_PAGES:
         return None
     return PagingRecord(pages=pages, system_ms=sum(step.system_ms for step in steps) / len(steps))
-
-
-def _attributed_share(phases: dict[Phase, float]) -> float | None:
-    if not phases:
-        return None
-    return 1 - phases.get("unattributed", 0.0) / sum(phases.values())
 
 
 def _with_update_times(modules: list[ModuleTime], update_ms: float | None) -> list[ModuleTime]:
@@ -333,3 +323,79 @@ def _too_few_updates(facts: ProfileFacts, measured: Sequence[StepFact]) -> str:
         f"an optimizer {times} while recorded, too seldom to find its steps: each backward counts as one, and updates "
         f"are left out; {longer} to profile them"
     )
+
+
+_LOGGING_LIBRARIES = frozenset(
+    {"PIL", "matplotlib", "tensorboard", "tensorboardX", "tqdm", "wandb", "mlflow", "logging", "imageio"}
+)
+_LOOP_PHASES: tuple[Phase, ...] = ("batch", "python", "loss", "update")
+_MIN_SHARE = 0.03
+"""Least share of the step; shorter phases have too few samples."""
+
+
+def refine_phases(phases: dict[Phase, float], lines: Sequence[LineTime]) -> dict[Phase, float]:
+    """Moves milliseconds of sampled calls into drawing and logging libraries to the logging phase; the sum stays."""
+    phases, step = dict(phases), sum(phases.values())
+    for phase in _LOOP_PHASES:
+        if phases.get(phase, 0.0) > _MIN_SHARE * step:
+            _move(phases, phase, "logging", _logging_share(phase, lines))
+    return phases
+
+
+def _move(phases: dict[Phase, float], source: Phase, target: Phase, share: float) -> None:
+    if share:
+        moved = phases[source] * share
+        phases[source] -= moved
+        phases[target] = phases.get(target, 0.0) + moved
+
+
+def _logging_share(phase: Phase, lines: Sequence[LineTime]) -> float:
+    sampled = [line for line in lines if line.phase == phase]
+    total = sum(line.own_ms for line in sampled)
+    return sum(line.own_ms for line in sampled if line.library in _LOGGING_LIBRARIES) / total if total else 0.0
+
+
+_PER_STEP = ("ms", "calls", "per_step", "flops", "bytes")
+
+_WITH_CALLS = 0.5
+"""Least number per network call at which an operator or a pattern scales with the calls."""
+
+
+class StepLengths:
+    """The lengths of steps, in calls of networks.
+
+    Graphs and operators are recorded in a few steps only. If these steps are shorter or longer than the timed steps,
+    their figures per step are wrong by the same factor.
+
+    Args:
+        steps: all recorded steps.
+        timed: the steps with phases, whose length is the usual one.
+    """
+
+    def __init__(self, steps: Sequence[StepFact], timed: Sequence[StepFact]) -> None:
+        calls = [step.calls for step in timed]
+        self._steps, self._usual = steps, middle_mean(calls) if len(set(calls)) > 1 else 0.0
+
+    def operator(self, record: dict) -> dict:
+        """Returns an operator of the traced steps, per usual step. The update runs once in a step of any length."""
+        if not (recorded := self._record_lengths("traced")) or record["phase"] == "update":
+            return record
+        limit = DELAYED * median_low([step.ms for step in recorded])
+        calls = fmean([step.calls for step in recorded if step.ms <= limit])
+        return self._correct(record, record["calls"], calls)
+
+    def habit(self, record: dict) -> dict:
+        """Returns a pattern, recorded as the median of the pattern steps, per usual step."""
+        if not (recorded := self._record_lengths("habits")):
+            return record
+        return self._correct(record, record["per_step"], median_low([step.calls for step in recorded]))
+
+    def _record_lengths(self, kind: Kind) -> list[StepFact]:
+        return [step for step in self._steps if self._usual and step.kind == kind and step.calls]
+
+    def _correct(self, record: dict, many: float, calls: float) -> dict:
+        ratio, runs = self._usual / calls, record.get("line_runs")
+        corrected = {"line_runs": runs * ratio} if runs and runs >= _WITH_CALLS * calls else {}
+        if many >= _WITH_CALLS * calls:
+            corrected |= {name: record[name] * ratio for name in _PER_STEP if record.get(name)}
+        return record | corrected

@@ -1,44 +1,48 @@
-"""Profiles the steps of a Task in this process, by a session whose steps are known."""
+"""Profiles the steps of a Task in this process or on each rank, by a session whose steps are known.
+
+Ranks take the same steps; rank 0's profile has the times of all. Under engine=arrays each layer is timed as a whole.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import torch
+
+from hotloop.core.format import format_milliseconds
 from hotloop.core.patches import Patches
-from hotloop.core.records.profile import CTRL_C, Profile
+from hotloop.core.records.profile import CTRL_C, GroupTime, ModuleTime, OptimizerUse, Profile, RankTime
 from hotloop.core.records.profile_terms import Phase
 from hotloop.core.reporter import Say
 from hotloop.data.feeds.feed import BatchTransform, Feed
 from hotloop.distributed.comm_stats import CommTime
+from hotloop.distributed.world import World
+from hotloop.distributed.wrappers.ddp import ParameterHost
 from hotloop.errors import PlanError, TrainingError
 from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
 from hotloop.lowering.build import lower
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.program import Program
 from hotloop.lowering.steps.compiled_step import CompiledStep
+from hotloop.lowering.steps.local_sgd import SYNC_EVERY, WeightAverage
 from hotloop.plan import BASELINE, Plan
-from hotloop.profiler.array_layers import LayerClock
 from hotloop.profiler.base.call_sites import CallSites
-from hotloop.profiler.base.phases import Timeline, clock_for
-from hotloop.profiler.base.schedule import Observer
-from hotloop.profiler.base.step_facts import ProfileFacts
-from hotloop.profiler.hooks.torch_hooks import with_callbacks, wrap_in_phase
-from hotloop.profiler.rank_profiles import (
-    RankCommPhases,
-    agree_on_steps,
-    flag_sync_steps,
-    hook_rank_calls,
-    merge_rank_profiles,
-)
-from hotloop.profiler.session.observers import LineObserver, ModuleObserver, make_observers
-from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.base.phases import RANK_PHASES, Timeline, clock_for
+from hotloop.profiler.base.steps import DEFAULT_STEPS, Kind, Observer, ProfileFacts
+from hotloop.profiler.hooks.torch_hooks import with_callbacks, wrap_in_phase, wrap_rank_call
+from hotloop.profiler.session import LineObserver, ProfilerSession, make_observers
+from hotloop.profiler.step_sequence import ENOUGH_STEPS, LONGEST_S
 from hotloop.profiler.summary import summarize
-from hotloop.profiler.trace.inductor_kernels import CompilationRecorder
-from hotloop.profiler.trace.node_labels import NodeLabels
+from hotloop.profiler.timers.module_names import ModuleName, OwnTime, enclosing_names, module_times
+from hotloop.profiler.timers.modules import ClockOwner, ModuleClock
+from hotloop.profiler.trace.inductor_kernels import CompilationRecorder, NodeLabels
 from hotloop.task import Task
 from hotloop.tuning.races.runner import Runner
 
@@ -46,7 +50,7 @@ _MAX_S = 300.0
 """Longest recording in seconds, if no number of steps is given."""
 
 
-def profile_task(
+def record_task(
     task: Task,
     plan: Plan = BASELINE,
     *,
@@ -85,7 +89,7 @@ def profile_task(
             program.close()
 
 
-def profile_program(
+def record_program(
     program: Program, *, steps: int | None = None, trace: Path | None = None, source: str = ""
 ) -> Profile:
     """Profiles a Program, and restores its State; code compiled before is one unit."""
@@ -165,7 +169,7 @@ def _observers(session: ProfilerSession, program: Program, trace: Path | None) -
     if program.parts.world.is_single:
         return make_observers(session, trace)
     observers = make_observers(session, trace, program.model)
-    clock = next(observer.clock for observer in observers if isinstance(observer, ModuleObserver))
+    clock = next(observer for observer in observers if isinstance(observer, ModuleClock))
     program.parts.meter.ear = RankCommPhases(session, clock)
     return observers
 
@@ -264,3 +268,226 @@ class _TimedFeed:
 
     def close(self) -> None:
         self._feed.close()
+
+
+class RankCommPhases:
+    """Listens to a rank's communication meter: sets timeline phases, and pauses the module clock.
+
+    Communication in other threads overlaps with the training thread, and is ignored.
+    """
+
+    def __init__(self, session: ProfilerSession, clock: ModuleClock) -> None:
+        self._session, self._clock = session, clock
+        self._before: list[ClockOwner | None] = []
+
+    def enter(self, phase: Phase) -> None:
+        if self._session.is_training_thread():
+            current = self._session.timeline.current
+            self._session.timeline.enter(current if current in RANK_PHASES else phase)
+            self._before.append(self._clock.pause())
+
+    def leave(self) -> None:
+        if self._session.is_training_thread():
+            self._session.timeline.leave()
+            self._clock.resume(self._before.pop())
+
+    def turn(self, phase: Phase) -> None:
+        if self._session.is_training_thread():
+            self._session.timeline.turn(phase)
+            self._clock.pause()
+
+
+_SENDING_METHODS = ((ParameterHost, "collect"), (ParameterHost, "broadcast"), (WeightAverage, "take"))
+
+
+def hook_rank_calls(session: ProfilerSession, patches: Patches) -> None:
+    """Adds communication phases to the timeline; the meter reports waiting."""
+    wrap = wrap_rank_call(session.is_training_thread, session.timeline, "communication")
+    for owner, name in _SENDING_METHODS:
+        patches.patch(owner, name, wrap)
+
+
+def agree_on_steps(steps: int | None, step_s: float, world: World) -> int | None:
+    """Returns the number of steps to measure; ranks measure as many as rank 0 has time for, since all end together."""
+    if world.is_single or steps is not None:
+        return steps
+    return world.broadcast_int(min(DEFAULT_STEPS, max(ENOUGH_STEPS, int(LONGEST_S / step_s))))
+
+
+def flag_sync_steps(facts: ProfileFacts, spent: Sequence[CommTime], *, relayed: bool) -> list[CommTime]:
+    """Flags the steps in which ranks communicated, for plans that don't communicate in each step.
+
+    Args:
+        spent: this rank's communication in each step.
+        relayed: whether ranks pass microbatches along.
+
+    Returns:
+        The communication in the measured steps.
+    """
+    measured = []
+    for step in facts.steps if relayed else ():  # no loss is computed between microbatches
+        step.phases["python"] = step.phases.get("python", 0.0) + step.phases.pop("loss", 0.0)
+    for step, own in zip(facts.steps, spent, strict=True):
+        if own.communicated_s:
+            step.flags.append("meeting")
+        if step.kind in ("clean", "instrumented"):
+            measured.append(own)
+    return measured
+
+
+_WRAPPER_PREFIXES = ("DistributedDataParallel.", "FSDP::", "gloo:")
+"""Prefixes of profiler events that enclose operators, or run in other threads."""
+
+
+def merge_rank_profiles(own: Profile, spent: Sequence[CommTime], parts: LoweringContext) -> Profile:
+    """Returns a rank's profile with the times of all ranks, which all call this; `spent` has the measured steps."""
+    mine = RankTime(
+        step_ms=own.step_ms,
+        phases=own.phases,
+        waiting_ms=1e3 * fmean(one.waited_s for one in spent),
+        communication_ms=1e3 * fmean(one.communicated_s for one in spent),
+    )
+    ranks = parts.world.all_gather(mine)
+    for name in ("waiting_ms", "communication_ms"):
+        if not any(getattr(one, name) for one in ranks):  # waiting and communication can't be separated
+            ranks = [one.model_copy(update={name: None}) for one in ranks]
+    operators = [one for one in own.operators if not one.name.startswith(_WRAPPER_PREFIXES)]
+    update = {
+        "ranks": ranks,
+        "slowest": _slowest_rank(ranks),
+        "operators": [one.model_copy(update={"module": ""}) for one in operators] if parts.is_pipelined else operators,
+        "modules": [] if parts.is_pipelined else own.modules,
+        "notes": [*own.notes, *_notes(parts, ranks)],
+    }
+    return own.model_copy(update=update)
+
+
+def _notes(parts: LoweringContext, ranks: Sequence[RankTime]) -> Iterator[str]:
+    if parts.is_pipelined:
+        yield "stages run as exported graphs without separate modules; the operators are those of rank 0"
+    every = parts.plan.sync_every or SYNC_EVERY
+    if parts.plan.parallel == "local" and every > 1:
+        spent = (
+            f"rank {rank} {_format_ms(one.waiting_ms)} and {_format_ms(one.communication_ms)}"
+            for rank, one in enumerate(ranks)
+        )
+        yield (
+            f"the ranks average their weights every {every} steps; the phases are those of a step without averaging."
+            f" Waiting and communication per step, averaged over all steps: {', '.join(spent)}"
+        )
+
+
+def _format_ms(value: float | None) -> str:
+    return format_milliseconds(value or 0.0)
+
+
+def _slowest_rank(ranks: Sequence[RankTime]) -> int | None:
+    spent = [one.phases.get("waiting", 0.0) + one.phases.get("communication", 0.0) for one in ranks]
+    return min(range(len(ranks)), key=spent.__getitem__) if any(spent) else None
+
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+
+LayerTimes = dict[tuple[str, Any], float]
+"""Milliseconds of a step: forward and backward by module path, updates by parameter id."""
+
+
+class LayerClock:
+    """Times each layer forward and backward, and the update of each parameter, in separate steps.
+
+    A function in the model's own forward counts to the module that calls the function, as in torch. On an accelerator
+    each layer is synchronized (untested on a GPU).
+    """
+
+    kinds: Sequence[Kind] = ("clocked",)
+
+    def __init__(self, session: ProfilerSession, step: ArraysStep) -> None:
+        self._session, self._step = session, step
+        self._patches = Patches()
+        self._now: LayerTimes = {}
+        self._steps: list[LayerTimes] = []
+
+    def begin(self) -> None:
+        self._now = defaultdict(float)
+        for call in self._step.network.calls:
+            for what in (FORWARD, BACKWARD):
+                self._patches.patch(call.layer, what, self._timed(what, lambda *args, path=call.path: path))
+        self._patches.patch(self._step, "_update_by", self._timed(UPDATE, lambda rule, parameter, *rest: id(parameter)))
+
+    def end(self) -> None:
+        self.drop()
+        self._steps.append(self._now)
+
+    def drop(self) -> None:
+        self._patches.undo()
+
+    def close(self) -> None:
+        self.drop()
+
+    def _timed(self, what: str, whose: Callable[..., Any]) -> Callable[[Any], Any]:
+        def make(original: Any) -> Any:
+            def call(*args: Any, **named: Any) -> Any:
+                began = time.perf_counter()
+                result = original(*args, **named)
+                if self._step.parts.device.type != "cpu":
+                    torch.accelerator.synchronize()
+                self._now[what, whose(*args)] += 1e3 * (time.perf_counter() - began)
+                return result
+
+            return call
+
+        return make
+
+    def records(self) -> dict[str, list[dict[str, Any]]]:
+        if not self._steps:
+            return {}
+        took = _middle_means(self._steps)
+        return {
+            "modules": [module.model_dump() for module in self._modules(took)],
+            "optimizers": [self._optimizer(took).model_dump()],
+        }
+
+    def _modules(self, took: LayerTimes) -> list[ModuleTime]:
+        network, model = self._step.network, self._step.parts.model
+        calls = Counter(call.path for call in network.calls if call.module is not None)
+        own = {
+            _module_name(path): OwnTime(took[FORWARD, path], took[BACKWARD, path], calls[path])
+            for path in dict.fromkeys(call.path for call in network.calls)
+        }
+        paths = {id(call.layer): call.path for call in network.calls}
+        updates: dict[str, float] = defaultdict(float)
+        for parameter, users in network.owned_modules:
+            for around in enclosing_names(_module_name(paths[id(users[0][0])])):
+                updates[around.path] += took.get((UPDATE, id(parameter)), 0.0)
+        kinds = {_module_name(path): type(module).__name__ for path, module in model.named_modules()}
+        modules = module_times(own, kinds, self._step_ms())
+        return [module.model_copy(update={"update_ms": updates.get(module.name, 0.0)}) for module in modules]
+
+    def _optimizer(self, took: LayerTimes) -> OptimizerUse:
+        optimizer = self._step.optimizer
+        groups = [
+            GroupTime(
+                name=str(group.get("name", number)),
+                tensors=len(group["params"]),
+                numbers=sum(value.numel() for value in group["params"]),
+                ms=sum(took.get((UPDATE, id(value)), 0.0) for value in group["params"]),
+            )
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+        ms, kind = sum(group.ms or 0.0 for group in groups), type(optimizer).__name__
+        return OptimizerUse(kind=kind, where="", implementation="arrays", groups=groups, steps=1.0, ms=ms)
+
+    def _step_ms(self) -> float | None:
+        steps = [step.ms for step in self._session.facts.steps if step.kind == "instrumented" and step.ms]
+        return fmean(steps) if steps else None
+
+
+def _middle_means(steps: Sequence[LayerTimes]) -> LayerTimes:
+    """Means over the middle half of the steps by total time: unlike medians of parts, these add up."""
+    ordered = sorted(steps, key=lambda step: sum(step.values()))
+    middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
+    return {key: fmean(step.get(key, 0.0) for step in middle) for key in {key for step in middle for key in step}}
+
+
+def _module_name(path: str) -> ModuleName:
+    return ModuleName("model", path)

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hotloop.advisor.ledger import measure_prediction, prediction_key
+from hotloop.advisor.this_machine import chip_name
 from hotloop.core.callback import Callback
 from hotloop.core.files.source_files import files_of
 from hotloop.core.files.trust import store_trust as trust_run
@@ -30,8 +32,6 @@ from hotloop.data.content_digest import content_digest
 from hotloop.distributed.join import RankSession, join_ranks
 from hotloop.distributed.launch import local_rank_count
 from hotloop.errors import DiskError, HotloopError, RunError
-from hotloop.hardware_advice.ledger import measure_prediction, prediction_key
-from hotloop.hardware_advice.this_machine import chip_name
 from hotloop.lowering.build import close_on_error, lower
 from hotloop.lowering.parameter_server.workers.worker import RemoteTask
 from hotloop.lowering.parameter_server.workers.worker_start import single_worker_plan, start_workers

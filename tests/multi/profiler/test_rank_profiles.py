@@ -20,7 +20,7 @@ from hotloop.distributed.world import World
 from hotloop.lowering.steps.later_gradients import LaterGradients
 from hotloop.plan import Plan
 from hotloop.profiler.detectors import diagnose
-from hotloop.profiler.task_profile import profile_program
+from hotloop.profiler.task_profile import record_program
 from hotloop.profiler.timers.modules import ModuleClock
 from hotloop.tuning.races.runner import Runner
 from tests.conftest import RunCli
@@ -140,7 +140,7 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Profile
                 patch.setattr(Runner, "warm_up", lambda self: warm_up(self, 0.05))
                 plant(patch)
                 program = hotloop.lower(make(), PLAN.with_axes(**axes))
-                found[name] = profile_program(program, steps=STEPS, source=name)
+                found[name] = record_program(program, steps=STEPS, source=name)
         return found
 
     of_each = of_ranks(tmp_path_factory.mktemp("ranks"), PLAN, compute)

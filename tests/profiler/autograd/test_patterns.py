@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from hotloop.core.hardware.limits import CgroupLimits
-from hotloop.profiler.autograd import patterns
+from hotloop.profiler import autograd_patterns
 from hotloop.profiler.base import tensor_facts
 from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.hooks import resources
-from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.session import ProfilerSession
 from tests.support.profiler.profiled_steps import Step, network, training, watched
 
 
@@ -111,7 +111,7 @@ def test_a_few_samples_that_a_loader_gave_are_looked_at_too() -> None:
 
 
 def test_taking_every_such_forward_for_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "is_eval", lambda one, trained: True)
+    monkeypatch.setattr(autograd_patterns, "is_eval", lambda one, trained: True)
     assert all("evaluation" in seen(step) for step in METHODS)
 
 
@@ -303,7 +303,7 @@ def test_an_error_in_the_midst_of_an_evaluation_is_none_of_the_loops(monkeypatch
     def broken(value: object) -> None:
         raise ValueError("planted")
 
-    monkeypatch.setattr(patterns, "tensors_in", broken)
+    monkeypatch.setattr(autograd_patterns, "tensors_in", broken)
     watch = ProfilerSession(24, CallSites(), lambda facts: None, lambda watch: [])
     watch.install()
     net = ActorCritic()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hotloop.profiler.autograd.dropped_gradients import match_lines
+from hotloop.profiler.backward_walk import match_lines
 from hotloop.profiler.base import call_sites
 from tests.support.profiler.profiled_steps import Step, network, training, watched
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.core.records.profile import Profile
-from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.session import make_observers
 from hotloop.profiler.timers import line_sampler
 from tests.support.profiler.profiled_steps import watched
 

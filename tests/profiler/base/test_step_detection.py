@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hotloop.profiler.session import session
-from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler import session
+from hotloop.profiler.session import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 FILE = Path(__file__).name

@@ -23,7 +23,7 @@ from hotloop.core.patches import Patches
 from hotloop.profiler.base import transparency
 from hotloop.profiler.base.transparency import RecursionHeadroom, RecursionHeadrooms
 from hotloop.profiler.hooks.torch_hooks import with_callbacks
-from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.session import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 LIMIT = sys.getrecursionlimit()

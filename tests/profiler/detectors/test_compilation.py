@@ -14,9 +14,9 @@ from hotloop.core.records.profile import (
     Profile,
     TimeOutsideSteps,
 )
-from hotloop.profiler.costs.roofline import with_limit_shares
 from hotloop.profiler.detectors import diagnose
-from hotloop.profiler.detectors.compilation import MANY_SMALL_OPERATIONS
+from hotloop.profiler.detectors.small_ops import MANY_SMALL_OPERATIONS
+from hotloop.profiler.operator_cost import with_limit_shares
 from hotloop.report.profile import NOTHING
 from tests.report.test_profile import shown
 from tests.support.profiler.handmade_steps import as_task, loader, operator, remedies, seen

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hotloop.core.records.profile import Remedy
 from hotloop.profiler.detectors import diagnose
-from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.session import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 CLASSES = 3000

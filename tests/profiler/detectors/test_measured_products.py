@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hotloop.core.records.profile import Remedy
 from hotloop.profiler.detectors import operators
 from hotloop.profiler.detectors.step import ProfiledStep
-from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.session import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 WORDS, WIDTH = 1500, 192

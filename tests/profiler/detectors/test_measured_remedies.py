@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hotloop.core.records.profile import LineTime, Profile, Remedy
 from hotloop.profiler.detectors import device_sync, optimizer_updates, python_lines, small_ops
 from hotloop.profiler.detectors.step import Detector, ProfiledStep
-from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.session import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 

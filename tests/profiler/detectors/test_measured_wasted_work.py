@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hotloop.profiler.detectors import wasted_work
 from hotloop.profiler.detectors.step import ProfiledStep
-from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.session import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 WIDTH, ROWS = 8, 16

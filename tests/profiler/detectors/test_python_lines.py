@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hotloop.core.records.profile import LineTime, OperatorTime, Profile, Remedy, ThreadUse
-from hotloop.core.records.profile_terms import SlowPattern
+from hotloop.core.records.profile_terms import Phase, SlowPattern
 from hotloop.profiler.detectors.step import ProfiledStep
 from tests.support.profiler.handmade_steps import STEP_MS, adam, first, line, loop, operator, remedies, seen
 
@@ -256,3 +256,125 @@ def test_what_torch_does_to_choose_an_action_is_no_cause(library: str, draw: boo
     lines = [*trained(), asks, called, line("python", 2.0, "act.py:57", library=library, **given)]
     found = remedies(seen({"python": 2.0}, lines=lines, operators=operators))
     assert any(one.where == "act.py:57" for one in found) is is_named
+
+
+def told(looks: int | None, ms: float = 0.6, phase: Phase = "python") -> list[Remedy]:
+    function = "net.py:9" if phase == "forward" else "train.py:33"
+    return remedies(seen({phase: ms}, lines=[line(phase, ms, function, looks=looks)]))
+
+
+@pytest.mark.parametrize("phase", ["python", "forward"])
+@pytest.mark.parametrize(("looks", "named"), [(1, False), (2, False), (3, True), (None, True)])
+def test_a_line_that_one_or_two_looks_found_may_be_chance(phase: Phase, looks: int | None, named: bool) -> None:
+    """In a short step all of a phase is given to the one line that was seen in it."""
+    assert [one.gain for one in told(looks, phase=phase)] == [pytest.approx(0.06)] * named
+
+
+@pytest.mark.parametrize("phase", ["python", "forward"])
+def test_so_much_of_the_step_is_no_chance(phase: Phase) -> None:
+    assert [one.gain for one in told(1, 2.5, phase)] == [pytest.approx(0.25)]
+
+
+def test_what_operators_take_is_measured_without_looks() -> None:
+    ones = [operator("cos", 0.7, phase="python", where="train.py:33")]
+    (found,) = remedies(seen({"python": 1.0}, lines=[line("python", 1.0, "train.py:33", looks=1)], operators=ones))
+    assert found.gain == pytest.approx(0.07) and found.evidence.count("0.70 ms") == 1
+
+
+def test_what_is_told_by_operators_alone_is_told_of_them() -> None:
+    """Of the 1.5 ms that a single look gave to the line, 0.6 are known to be an operator's."""
+    ones = [operator("cos", 0.6, phase="python", where="train.py:33")]
+    (found,) = remedies(seen({"python": 1.5}, lines=[line("python", 1.5, "train.py:33", looks=1)], operators=ones))
+    assert found.cause.startswith("tensors made or converted") and found.gain == pytest.approx(0.06)
+
+
+def test_lines_whose_operators_count_by_themselves_stand_alone_however_few_looks_found_them() -> None:
+    ones = [operator("cat", 0.8, phase="python", where="train.py:33")]
+    ones += [operator("cos", 0.7, phase="python", where="train.py:34")]
+    trains = [line("update", 1.0, "train.py:30", library="torch")]
+    lines = [line("python", one.ms, one.where, looks=2) for one in ones]
+    found = remedies(seen({"python": 1.5}, lines=[*trains, *lines], operators=ones))
+    assert {one.where: one.gain for one in found} == {
+        "train.py:33": pytest.approx(0.08),
+        "train.py:34": pytest.approx(0.07),
+    }
+
+
+@pytest.mark.parametrize("phase", ["python", "forward"])
+@pytest.mark.parametrize(("looks", "named"), [(1, False), (2, True)])
+def test_chance_is_not_several_small_things_either(phase: Phase, looks: int, named: bool) -> None:
+    """A helper and the line that calls it were seen once each."""
+    inner = line(phase, 0.6, "log.py:5", function="note", within="log.py:9", looks=looks)
+    outer = line(phase, 0.02, "log.py:9", function="report", looks=1)
+    assert bool(remedies(seen({phase: 0.62}, lines=[inner, outer]))) is named
+
+
+def test_lines_that_few_looks_found_are_one_part_with_those_around_them() -> None:
+    lines = [line("python", 0.6, f"train.py:{n}", looks=1) for n in (33, 34, 35)]
+    (found,) = remedies(seen({"python": 1.8}, lines=lines))
+    assert found.gain == pytest.approx(0.18)
+
+
+def helpers(each: float, within: str, phase: str = "python", many: int = 4) -> list[LineTime]:
+    """A function of several lines, each of which calls another function that takes a little."""
+    found = []
+    for n in range(many):
+        found += [
+            line(phase, each, f"log.py:{10 * n}", function=f"log_{n}", within=f"report.py:{n}"),
+            line(phase, 0.0, f"report.py:{n}", function="report", within=within),
+        ]
+    return found
+
+
+def training_loop(phase: str = "python", **fields: str) -> list[LineTime]:
+    """The loop's line that calls `report()`, the one that trains, and the script's that calls the loop."""
+    return [
+        line(phase, 0.0, "train.py:22", within="train.py:50"),
+        line("backward", 5.0, "train.py:21", library="torch", within="train.py:50"),
+        line("update", 1.0, "train.py:30", library="torch", within="train.py:50"),
+        line("backward", 0.0, "train.py:50", function="<module>", **fields),
+    ]
+
+
+def spread(found: list[Remedy]) -> list[Remedy]:
+    return [one for one in found if "small things" in one.cause or "within the network" in one.cause]
+
+
+def test_small_helpers_of_one_function_are_named_by_the_line_that_calls_it() -> None:
+    lines = [*training_loop(), *helpers(0.2, "train.py:22")]
+    (found,) = remedies(seen({"python": 0.8}, lines=lines))
+    assert found.where == "train.py:22" and found.gain == pytest.approx(0.08)
+    assert found.cause == "several small things at each step: log_0, log_1, log_2, 1 more"
+
+
+def test_the_innermost_line_that_counts_is_named() -> None:
+    """And not those around it, as the one that calls all callbacks."""
+    around = [line("python", 0.1, "train.py:7", function="callbacks", within="train.py:22")]
+    (found,) = remedies(seen({"python": 0.9}, lines=[*training_loop(), *around, *helpers(0.2, "train.py:7")]))
+    assert found.where == "train.py:7" and found.gain == pytest.approx(0.09)
+
+
+def test_what_counts_too_little_together_is_not_named() -> None:
+    assert remedies(seen({"python": 0.4}, lines=[*training_loop(), *helpers(0.1, "train.py:22")])) == []
+
+
+def test_the_line_that_runs_the_training_says_nothing() -> None:
+    lines = [
+        *training_loop(),
+        *(line("python", 0.2, f"log.py:{n}", function=f"log_{n}", within="train.py:50") for n in range(4)),
+    ]
+    assert remedies(seen({"python": 0.8}, lines=lines)) == []
+
+
+def test_functions_that_call_themselves_are_no_endless_way_outwards() -> None:
+    lines = [line("python", 0.2, f"log.py:{n}", function=f"log_{n}", within=f"log.py:{(n + 1) % 4}") for n in range(4)]
+    assert len(remedies(seen({"python": 0.8}, lines=lines))) <= 1
+
+
+@pytest.mark.parametrize("library", ["", "torch"])
+def test_helpers_within_the_forward_are_named_unless_torch_lies_between(library: str) -> None:
+    """A network's line in the loop runs the whole of it."""
+    call = line("forward", 0.0, "train.py:22", library=library, within="train.py:50")
+    lines = [*training_loop("forward"), call, line("forward", 3.0, "net.py:2", library="torch", within="train.py:22")]
+    found = spread(remedies(seen({"forward": 4.0}, lines=[*lines, *helpers(0.2, "train.py:22", "forward")])))
+    assert [one.where for one in found] == ([] if library else ["train.py:22"])

@@ -15,8 +15,7 @@ from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.phases import HostClock, Timeline
 from hotloop.profiler.detectors import diagnose
-from hotloop.profiler.session.observers import make_observers
-from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.session import ProfilerSession, make_observers
 from hotloop.profiler.summary import summarize
 
 BATCH = 16

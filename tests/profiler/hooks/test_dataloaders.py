@@ -25,10 +25,10 @@ from torch.utils.data import (
 
 from hotloop.core.records.profile import LoaderUse
 from hotloop.profiler.base.call_sites import CallSites
-from hotloop.profiler.base.schedule import CLOSE
+from hotloop.profiler.base.steps import CLOSE
 from hotloop.profiler.hooks import dataloaders as module
 from hotloop.profiler.hooks.dataloaders import LoaderRecorder
-from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.session import ProfilerSession
 from tests.support.profiler.profiled_steps import watched
 
 COUNT, BATCH = 32, 8

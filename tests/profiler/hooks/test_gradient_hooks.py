@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hotloop.core.records.profile import Profile
 from hotloop.profiler.detectors import diagnose
-from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.session import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,7 +13,7 @@ from torch import nn
 from hotloop.core.records.profile_terms import SlowPattern
 from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.hooks.resources import GarbageCollections
-from hotloop.profiler.session.observers import make_observers
+from hotloop.profiler.session import make_observers
 from tests.support.profiler.profiled_steps import watched
 
 

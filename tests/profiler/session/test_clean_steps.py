@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.base import light_mode
-from hotloop.profiler.base.schedule import CLOSE, Kind, order
-from hotloop.profiler.base.step_detection import TrainingEvent
-from hotloop.profiler.base.step_facts import ProfileFacts, StepFact
-from hotloop.profiler.session import step_sequence
-from hotloop.profiler.session.session import ProfilerSession
-from hotloop.profiler.session.step_sequence import StepSequence
+from hotloop.profiler import step_sequence
+from hotloop.profiler.base import phases
+from hotloop.profiler.base.steps import CLOSE, Kind, ProfileFacts, StepFact, TrainingEvent, order
+from hotloop.profiler.session import ProfilerSession
+from hotloop.profiler.step_sequence import StepSequence
 from hotloop.profiler.summary import summarize
 from tests.support.profiler.profiled_steps import watched
 
@@ -115,7 +113,7 @@ def test_short_steps_settle_for_longer(ms: float, steps: int) -> None:
 @pytest.mark.parametrize(("ms", "steps"), [(0.1, 64), (1.0, 20), (4.0, 5)])
 def test_short_steps_settle_for_longest_once_enough_are_measured(ms: float, steps: int) -> None:
     found = kinds(ms, 2 * STEPS)
-    enough = [at for at, kind in enumerate(found) if kind in ("clean", "instrumented")][light_mode._ENOUGH_MEASURED]
+    enough = [at for at, kind in enumerate(found) if kind in ("clean", "instrumented")][phases._ENOUGH_MEASURED]
     assert settled(found[enough:]) == steps
 
 
@@ -124,7 +122,7 @@ def test_long_steps_need_not_settle() -> None:
 
 
 def test_steps_that_do_not_settle_are_seen(monkeypatch) -> None:
-    monkeypatch.setattr(light_mode, "_WARM_UP_MS", 0.0)
+    monkeypatch.setattr(phases, "_WARM_UP_MS", 0.0)
     assert cold(kinds(1.0))
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hotloop.core.records.profile import Profile
+from hotloop.profiler import step_sequence
 from hotloop.profiler.base import phases
-from hotloop.profiler.session import step_sequence
 from tests.support.profiler.profiled_steps import watched
 
 EACH_S = 2.0

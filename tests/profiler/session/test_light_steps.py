@@ -14,15 +14,12 @@ from torch import nn
 from torch.optim import optimizer
 from torch.utils.data import DataLoader
 
-from hotloop.profiler.autograd import evaluation_pauses
+from hotloop.profiler import autograd_patterns, session
 from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.phases import Instant
-from hotloop.profiler.base.step_facts import StepFact
-from hotloop.profiler.session import session
-from hotloop.profiler.session.light_steps import LightMode
-from hotloop.profiler.session.observers import make_observers
-from hotloop.profiler.session.session import ProfilerSession
-from hotloop.profiler.session.step_sequence import StepSequence
+from hotloop.profiler.base.steps import StepFact
+from hotloop.profiler.session import LightMode, ProfilerSession, make_observers
+from hotloop.profiler.step_sequence import StepSequence
 
 STEPS = 24
 LONG = 1000
@@ -49,7 +46,7 @@ class Hand:
 class Loop:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Hand()
-        monkeypatch.setattr(evaluation_pauses, "time", SimpleNamespace(perf_counter=lambda: self.clock.now_ms / 1e3))
+        monkeypatch.setattr(autograd_patterns, "time", SimpleNamespace(perf_counter=lambda: self.clock.now_ms / 1e3))
         self.watch = ProfilerSession(STEPS, CallSites(), lambda facts: None, lambda watch: make_observers(watch, None))
         self.watch.timeline.clock = self.clock
         self.net = nn.Linear(4, 1)

@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from hotloop.profiler.autograd.patterns import AutogradPatterns
+from hotloop.profiler import session, step_sequence
+from hotloop.profiler.autograd_patterns import AutogradPatterns
 from hotloop.profiler.base.call_sites import CallSites
-from hotloop.profiler.base.schedule import Kind
-from hotloop.profiler.base.step_facts import ProfileFacts
-from hotloop.profiler.session import session, step_sequence
-from hotloop.profiler.session.observers import make_observers
-from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.base.steps import Kind, ProfileFacts
+from hotloop.profiler.session import ProfilerSession, make_observers
 from tests.profiler.session.test_clean_steps import STEPS, plain
 from tests.support.profiler.profiled_steps import watched
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.advisor.cpu_rates import cpu_step_time
+from hotloop.advisor.rates import cpu_step_time
 from hotloop.core.records.step_costs import CpuRates, OperatorCost, StepCosts
 from hotloop.errors import HotloopError
 from hotloop.profiler.step_costs import cpu_probe
-from hotloop.profiler.step_costs.cpu_probe_operators import PRODUCT_PROBES, TRAFFIC_PROBES
+from hotloop.profiler.step_costs.cpu_probe import PRODUCT_PROBES, TRAFFIC_PROBES
 from hotloop.profiler.step_costs.trace import trace_step
 
 RATES = CpuRates(

@@ -18,7 +18,7 @@ import pytest
 from hotloop.core.records.profile import LineTime
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.timers.line_sampler import Preemption, StackSampler
-from hotloop.profiler.trace.calibration import clamp_lines_to_phases
+from hotloop.profiler.trace.events import clamp_lines_to_phases
 from tests.support.busy_machine import busy_process
 
 

@@ -16,9 +16,8 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 import hotloop.profiler.timers.modules
-from hotloop.profiler.hooks.module_calls import ModuleCallHooks
 from hotloop.profiler.timers.module_names import ModuleNames
-from hotloop.profiler.timers.modules import ModuleClock
+from hotloop.profiler.timers.modules import ModuleCallHooks, ModuleClock
 from tests.support.profiler.manual_clock import HANDS, Block, Layer, Slow, measured, ms, ones, own_ms
 
 

@@ -7,11 +7,17 @@ from typing import Any
 import pytest
 
 from hotloop.core.records.profile import ModuleTime, OperatorTime
-from hotloop.profiler.costs.op_cost import OpCost
-from hotloop.profiler.timers.markers import TraceMark
+from hotloop.profiler.operator_cost import OpCost
+from hotloop.profiler.timers.line_tracer import TraceMark
 from hotloop.profiler.timers.module_names import ModuleName, OwnTime
-from hotloop.profiler.trace.calibration import remove_profiler_overhead, with_counts, with_device_times
-from hotloop.profiler.trace.events import TraceEvent, TraceReader, copy_direction
+from hotloop.profiler.trace.events import (
+    TraceEvent,
+    TraceReader,
+    copy_direction,
+    remove_profiler_overhead,
+    with_counts,
+    with_device_times,
+)
 
 # Events of a device, which isn't there: made up as torch's profiler gives them
 

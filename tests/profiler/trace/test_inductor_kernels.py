@@ -15,9 +15,14 @@ from hotloop.lowering.build import lower
 from hotloop.lowering.compile.capture import capture_step
 from hotloop.profiler.timers.module_names import ModuleName, ModuleNames, OwnTime, module_times
 from hotloop.profiler.timers.modules import ModuleClock
-from hotloop.profiler.trace.calibration import with_compiled, with_fused, with_shares
-from hotloop.profiler.trace.inductor_kernels import PHASE_KEY, CompilationRecorder, kernel_parts, operator_of
-from hotloop.profiler.trace.node_labels import NodeLabels
+from hotloop.profiler.trace.events import with_compiled, with_fused, with_shares
+from hotloop.profiler.trace.inductor_kernels import (
+    PHASE_KEY,
+    CompilationRecorder,
+    NodeLabels,
+    kernel_parts,
+    operator_of,
+)
 from hotloop.profiler.trace.tracer import Tracer
 
 aten = torch.ops.aten

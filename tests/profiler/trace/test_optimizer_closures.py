@@ -10,8 +10,8 @@ from hotloop.core.records.profile import Profile
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.detectors import small_ops
 from hotloop.profiler.detectors.step import ProfiledStep
-from hotloop.profiler.session.observers import make_observers
-from hotloop.profiler.timers.markers import TraceMark
+from hotloop.profiler.session import make_observers
+from hotloop.profiler.timers.line_tracer import TraceMark
 from hotloop.profiler.trace.events import TraceEvent, TraceReader
 from tests.support.profiler.profiled_steps import watched
 

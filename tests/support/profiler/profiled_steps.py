@@ -11,8 +11,8 @@ from torch.distributions import Distribution
 
 from hotloop.core.records.profile import Profile
 from hotloop.profiler.base.call_sites import CallSites
-from hotloop.profiler.base.schedule import Observer
-from hotloop.profiler.session.session import ProfilerSession
+from hotloop.profiler.base.steps import Observer
+from hotloop.profiler.session import ProfilerSession
 from hotloop.profiler.summary import summarize
 
 Step = Callable[[nn.Module, Tensor], Tensor]

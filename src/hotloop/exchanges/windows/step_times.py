@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from hotloop.exchanges.windows.paired_times import Seconds, read_clocks
-from hotloop.profiler.base.step_detection import Finder, TrainingEvent, is_end
+from hotloop.profiler.base.steps import Finder, TrainingEvent, is_end
 
 _LOST_UPDATES = 100
 """Updates of other optimizers after which the step's end is searched anew."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hotloop.explainer.layers.equation import EquationTerm, Formula, FunctionCall, LayerEquations, named_operands
 
-_FORWARD, _BACKWARD = 8, 10  # FLOPs per element: see hotloop.profiler.costs.reduction_cost
+_FORWARD, _BACKWARD = 8, 10  # FLOPs per element: see hotloop.profiler.operator_cost
 _RMS_FORWARD, _RMS_BACKWARD = 4, 8
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from types import CodeType, FrameType
 
 from hotloop.scripts.traceback_frames import HIDDEN
@@ -57,13 +58,15 @@ class CallSites:
 
     def caller_lines(self, depth: int = 2) -> tuple[str, ...]:
         """Like `caller_line`, for all user frames, innermost first."""
-        frame: FrameType | None = sys._getframe(depth)
-        found: list[str] = []
+        frames = self._own_frames(sys._getframe(depth))
+        found = tuple(self._cached_place(frame.f_code, frame.f_lineno) for frame in frames)
+        return found or (self.caller_line(depth + 1),)
+
+    def _own_frames(self, frame: FrameType | None) -> Iterator[FrameType]:
         while frame is not None and not is_step(frame.f_code):
             if self.is_own(frame.f_code):
-                found.append(self._cached_place(frame.f_code, frame.f_lineno))
+                yield frame
             frame = frame.f_back
-        return tuple(found) or (self.caller_line(depth + 1),)
 
     def caller_frame(self) -> tuple[FrameType | None, int]:
         """Returns the innermost user frame, if any, and the number of library frames below that frame."""
@@ -76,14 +79,11 @@ class CallSites:
 
     def functions_on_stack(self) -> list[tuple[str, int, frozenset[int]]]:
         """Returns the user functions on the stack, innermost first: file, current line, all lines of the function."""
-        frame: FrameType | None = sys._getframe(1)
-        found: list[tuple[str, int, frozenset[int]]] = []
-        while frame is not None and not is_step(frame.f_code):
-            if self.is_own(frame.f_code):
-                lines = (line for _, _, line in frame.f_code.co_lines() if line is not None)
-                found.append((frame.f_code.co_filename, frame.f_lineno, frozenset(lines)))
-            frame = frame.f_back
-        return found
+        return [
+            (code.co_filename, frame.f_lineno, frozenset(line for _, _, line in code.co_lines() if line is not None))
+            for frame in self._own_frames(sys._getframe(1))
+            for code in [frame.f_code]
+        ]
 
     def _cached_place(self, code: CodeType, line: int) -> str:
         where = self._places.get((id(code), line))

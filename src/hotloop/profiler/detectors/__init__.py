@@ -12,21 +12,16 @@ from typing import Any
 
 from hotloop.core.records.profile import COUNTS, Profile, Remedy
 from hotloop.profiler.detectors import (
-    compilation,
-    concatenation,
+    bottleneck,
+    code_regions,
     data_loading,
     device_sync,
-    distributed_training,
-    machine_use,
     operators,
     optimizer_updates,
-    parameter_loops,
     python_lines,
     small_ops,
     wasted_work,
-    work_between_steps,
 )
-from hotloop.profiler.detectors.bottleneck import find_bound, limit_ms
 from hotloop.profiler.detectors.step import Detector, ProfiledStep
 
 __all__ = ["diagnose"]
@@ -51,11 +46,11 @@ SPECIFIC_DETECTORS: tuple[Detector, ...] = (
     optimizer_updates.zero_fill_gradients,
     optimizer_updates.dense_embedding_update,
     python_lines.step_metrics,
-    concatenation.concatenation_in_loop,
-    parameter_loops.parameter_reads,
-    parameter_loops.gradient_hooks,
+    operators.concatenation_in_loop,
+    code_regions.parameter_reads,
+    code_regions.gradient_hooks,
     small_ops.python_loops,
-    machine_use.too_many_threads,
+    bottleneck.too_many_threads,
 )
 GENERAL_DETECTORS: tuple[Detector, ...] = (
     python_lines.python_in_loop,
@@ -64,7 +59,7 @@ GENERAL_DETECTORS: tuple[Detector, ...] = (
     small_ops.unfused_chain,
     operators.slow_operators,
     operators.slow_layouts,
-    machine_use.idle_cores,
+    bottleneck.idle_cores,
 )
 """They report where time goes. Their remedies are dropped at places that a specific detector explains."""
 
@@ -86,25 +81,30 @@ def diagnose(profile: Profile) -> Profile:
     if not profile.step_ms or not profile.steps:
         return profile
     step = ProfiledStep(profile, profile.step_ms)
-    bound, evidence = find_bound(step)
+    bound, evidence = bottleneck.find_bound(step)
     return profile.model_copy(
-        update={"bound": bound, "bound_evidence": evidence, "limit_ms": limit_ms(step), **_with_compile_remedy(step)}
+        update={
+            "bound": bound,
+            "bound_evidence": evidence,
+            "limit_ms": bottleneck.limit_ms(step),
+            **_with_compile_remedy(step),
+        }
     )
 
 
 def _with_compile_remedy(step: ProfiledStep) -> dict[str, list[Any]]:
     """Compiling is a remedy only if a measurement shows a gain."""
     found = find_remedies(step)
-    won, advice = compilation.compile_race_result(step)
+    won, advice = small_ops.compile_race_result(step)
     known = step.profile.compiled is not None or step.profile.engine == "arrays" or bool(step.profile.busy)
-    candidates = [] if known else _worthwhile(compilation.compile_candidates(step))
+    candidates = [] if known else _worthwhile(small_ops.compile_candidates(step))
     return {
         "remedies": sorted([*found, *won], key=lambda remedy: (remedy.note, -remedy.gain)),
         "candidates": candidates,
         "advice": [
-            *work_between_steps.irregular_work_note(step),
+            *bottleneck.irregular_work_note(step),
             *advice,
-            *compilation.missing_measurements(step, candidates),
+            *small_ops.missing_measurements(step, candidates),
         ],
     }
 
@@ -121,11 +121,11 @@ def find_remedies(step: ProfiledStep) -> list[Remedy]:
     detectors = [] if arrays else [one for one in GENERAL_DETECTORS if not (busy and one in ABSOLUTE_DETECTORS)]
     general = _worthwhile(chain.from_iterable(detect(told) for detect in detectors))
     found = _merge_remedies(step, specific, general)
-    paged = [_after_paging(one, specific, found) for one in _worthwhile(machine_use.memory_returned_to_os(step))]
-    small, others = _worthwhile(machine_use.small_batch(told)), [one for one in found if not one.note]
-    if small and not (machine_use.can_stay(step) and others):
+    paged = [_after_paging(one, specific, found) for one in _worthwhile(bottleneck.memory_returned_to_os(step))]
+    small, others = _worthwhile(bottleneck.small_batch(told)), [one for one in found if not one.note]
+    if small and not (bottleneck.can_stay(step) and others):
         found = _merge_remedies(
-            step, [*specific, *(machine_use.as_note_beside(step, one, others) for one in small)], general
+            step, [*specific, *(bottleneck.as_note_beside(step, one, others) for one in small)], general
         )
     if not step.profile.plan:
         found = [one.model_copy(update={"axes": {}}) for one in found]
@@ -139,7 +139,7 @@ def _merge_remedies(step: ProfiledStep, specific: Sequence[Remedy], general: Seq
     return [
         *(one for one in specific if _cause_key(one) not in repeated),
         *unexplained,
-        *_worthwhile(distributed_training.rank_communication(step)),
+        *_worthwhile(bottleneck.rank_communication(step)),
     ]
 
 
@@ -154,7 +154,7 @@ def _after_paging(paged: Remedy, specific: Sequence[Remedy], found: Sequence[Rem
     Slow operators, and copies with a smaller gain, aren't such remedies: page faults may be why they are slow.
     """
     others = [one for one in found if not (one.note or operators.TAKES_MUCH in one.cause)]
-    others = [one for one in others if concatenation.CONCATENATION not in one.cause or one.gain >= paged.gain]
+    others = [one for one in others if operators.CONCATENATION not in one.cause or one.gain >= paged.gain]
     beside = any(one in specific or one.gain >= _CLOSE_GAIN * paged.gain for one in others)
     return paged.model_copy(update={"note": beside})
 
@@ -167,7 +167,8 @@ def _without_callers(step: ProfiledStep, found: Sequence[Remedy]) -> list[Remedy
         id(one)
         for one in counted
         for other in counted
-        if _calls(one.where, other.where, callers) and _is_same_cost(one, other)
+        if _calls(one.where, other.where, callers)
+        and abs(one.gain - other.gain) < max(COUNTS, _SAME_COST * max(one.gain, other.gain))
     }
     return [one for one in found if id(one) not in repeated]
 
@@ -180,10 +181,6 @@ def _calls(where: str, inner: str, outer: Mapping[str, str]) -> bool:
             return True
         seen.add(inner)
     return False
-
-
-def _is_same_cost(one: Remedy, other: Remedy) -> bool:
-    return abs(one.gain - other.gain) < max(COUNTS, _SAME_COST * max(one.gain, other.gain))
 
 
 def _unexplained(step: ProfiledStep, general: Sequence[Remedy], specific: Sequence[Remedy]) -> list[Remedy]:

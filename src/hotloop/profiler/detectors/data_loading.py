@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from hotloop.core.records.profile import COUNTS, LineTime, LoaderUse, Remedy
 from hotloop.profiler.detectors.code_regions import function_of
@@ -32,7 +33,7 @@ def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
             where=where or step.profile.source,
             remedy="keep the data in memory, or load it by workers (residency=, workers=); run hotloop tune to find the fastest",
             gain=step.share(waited),
-            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the batch",
+            evidence=f"{step.part(waited)} are spent waiting for the batch",
             axes={"residency": "host"},
         )
     elif loader is None:
@@ -41,7 +42,7 @@ def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
             where=where or step.profile.step_where,
             remedy="read the data into tensors once, before the loop, and cut each batch out with one index",
             gain=step.share(waited),
-            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the batch",
+            evidence=f"{step.part(waited)} are spent waiting for the batch",
         )
     else:
         yield _loader_remedy(step, loader, waited, lines)
@@ -49,7 +50,7 @@ def slow_loading(step: ProfiledStep) -> Iterator[Remedy]:
 
 def loading_wait_ms(step: ProfiledStep) -> float:
     """Returns the ms per step in which the training waits for data from open loaders."""
-    opening = sum(_reopening_ms(step, use) for use in _reopened_loaders(step))
+    opening = sum(step.loading_ms(use, use.opening_ms) for use in _reopened_loaders(step))
     return max(0.0, step.phase("data") - step.evaluating_ms - opening)
 
 
@@ -73,7 +74,7 @@ def _timed_samples_ms(step: ProfiledStep, loader: LoaderUse) -> float:
 def reopened_loader(step: ProfiledStep) -> Iterator[Remedy]:
     """Yields remedies for loaders that each step opens for a first batch."""
     for use in _reopened_loaders(step):
-        spent = _reopening_ms(step, use)
+        spent = step.loading_ms(use, use.opening_ms)
         starting = "starting its workers and waiting for their first batch" if use.workers else "beginning it"
         yield Remedy(
             cause="a DataLoader is opened anew at each step",
@@ -81,7 +82,7 @@ def reopened_loader(step: ProfiledStep) -> Iterator[Remedy]:
             remedy="create the loader and its iterator once, before the loop, and take the next batch from the iterator at each "
             "step; create a new iterator when it is exhausted: for batch in loader does that",
             gain=step.share(spent),
-            evidence=f"{starting} takes {spent:.2f} ms of each step of {step.ms:.2f} ms, for {use.draws:.0f} of its "
+            evidence=f"{starting} takes {step.part(spent)}, for {use.draws:.0f} of its "
             f"{'' if use.batches is None else f'{use.batches} '}batches",
             note=step.share(spent) < COUNTS,
         )
@@ -98,22 +99,17 @@ def _reopened_loaders(step: ProfiledStep) -> list[LoaderUse]:
     ]
 
 
-def _reopening_ms(step: ProfiledStep, loader: LoaderUse) -> float:
-    return step.loading_ms(loader, loader.opening_ms)
-
-
 def _loader_remedy(step: ProfiledStep, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> Remedy:
-    evidence = f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the next batch"
+    evidence = f"{step.part(waited)} are spent waiting for the next batch"
+    remedy = partial(Remedy, gain=step.share(waited), axes={"residency": "host"})
     if (line := _collate_line(step, loader, waited, lines)) is not None:
         function = named_function(line.function)
-        return Remedy(
+        return remedy(
             cause=f"slow samples: collating the samples of a batch takes long, in {function}",
             where=line.where,
             remedy="compute for all samples at once, with operations on whole tensors, or once before training"
             + _workers_advice(step, waited, "; or "),
-            gain=step.share(waited),
             evidence=evidence,
-            axes={"residency": "host"},
         )
     hottest = next(
         (line.where for line in lines if line.where != loader.where and line.own_ms >= _MAIN_SHARE * waited), ""
@@ -129,30 +125,24 @@ def _loader_remedy(step: ProfiledStep, loader: LoaderUse, waited: float, lines: 
         cause = "slow samples: they are loaded one by one"
         if loader.at_once:
             cause = "slow samples: the data set takes long to hand out a batch"
-        return Remedy(
+        return remedy(
             cause=cause,
             where=hottest or loader.where if loader.sample_where == loader.where else loader.sample_where,
             remedy=_first_batch_advice(loader, hottest) + _workers_advice(step, waited, ", or "),
-            gain=step.share(waited),
             evidence=evidence + each,
-            axes={"residency": "host"},
         )
     if loader.batch_size is None:
-        return Remedy(
+        return remedy(
             cause="waiting for data: the loader itself takes long, and its data set makes whole batches",
             where=loader.where,
             remedy="cut the batches out in the loop, without a loader" + _workers_advice(step, waited, ", or "),
-            gain=step.share(waited),
             evidence=evidence,
-            axes={"residency": "host"},
         )
-    return Remedy(
+    return remedy(
         cause="per-sample loading: the loader reads each sample on its own and collates the batch",
         where=loader.where,
         remedy=_whole_batches_advice(loader),
-        gain=step.share(waited),
         evidence=evidence,
-        axes={"residency": "host"},
     )
 
 

@@ -32,7 +32,7 @@ def host_sync(step: ProfiledStep) -> Iterator[Remedy]:
                 remedy="operations on the whole tensor: F.one_hot for classes, comparisons, indexing; where a list is needed, "
                 ".tolist() once",
                 gain=step.share(spent),
-                evidence=f"the line takes {spent:.2f} ms of each step of {step.ms:.2f} ms{here}",
+                evidence=f"the line takes {step.part(spent)}{here}",
                 note=step.share(spent) < COUNTS,
             )
             continue
@@ -90,7 +90,7 @@ def device_copies(step: ProfiledStep) -> Iterator[Remedy]:
             remedy="store the tensor on the device that uses it; copy a tensor that doesn't change once, before the "
             "loop; batches from pinned memory with non_blocking=True",
             gain=step.share(spent),
-            evidence=f"{sum(one.calls for one in ones):.0f} copies take {spent:.2f} ms of each step of {step.ms:.2f} ms",
+            evidence=f"{sum(one.calls for one in ones):.0f} copies take {step.part(spent)}",
             axes={"residency": "device"} if all(way.startswith("cpu>") for way in ways) else {},
             note=step.share(spent) < COUNTS,
         )

@@ -1,15 +1,16 @@
-"""Slow operators: avoidable products, scatters, unsuitable dtypes, and operators far from the machine's limit."""
+"""Slow operators: avoidable products, scatters, growing tensors, unsuitable dtypes, and those far from the machine's limit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from hotloop.core.records.profile import TAKE_ROWS, OperatorTime, Remedy
+from hotloop.core.records.profile import COUNTS, TAKE_ROWS, OperatorTime, Remedy
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.detectors.code_regions import function_of
 from hotloop.profiler.detectors.small_ops import chain_operators
 from hotloop.profiler.detectors.step import (
+    ASIDE_PHASES,
     COMPUTING_PHASES,
     ProfiledStep,
     count_elements,
@@ -48,7 +49,7 @@ def one_hot_matmul(step: ProfiledStep) -> Iterator[Remedy]:
             remedy="index the rows: torch.nn.functional.embedding(indices, table), or table[indices]; "
             "for sums by group index_add",
             gain=step.share((1 - 1 / size[-1]) * spent),
-            evidence=f"making the matrix and the products with it take {spent:.2f} ms of each step of {step.ms:.2f} ms",
+            evidence=f"making the matrix and the products with it take {step.part(spent)}",
         )
 
 
@@ -149,7 +150,7 @@ def expanded_low_rank(step: ProfiledStep) -> Iterator[Remedy]:
             remedy="multiply the rows with the thin factors one after the other, and add the result to the layer's "
             "output: (x @ A.T) @ B.T",
             gain=step.share(sum(spared * step.cost_ms(one) for one, spared in found)),
-            evidence=f"making the weight, and its gradient, take {spent:.2f} ms of each step of {step.ms:.2f} ms, and "
+            evidence=f"making the weight, and its gradient, take {step.part(spent)}, and "
             "the batch has fewer rows than the weight",
         )
 
@@ -244,8 +245,8 @@ def index_scatter(step: ProfiledStep) -> Iterator[Remedy]:
                 where=where,
                 remedy=_scatter_advice(worst.name),
                 gain=step.share(needed - least),
-                evidence=f"{worst.name} and the operations for it take {needed:.2f} ms of each step of {step.ms:.2f} "
-                f"ms; reading and writing the same bytes takes {least:.2f} ms",
+                evidence=f"{worst.name} and the operations for it take {step.part(needed)}; "
+                f"reading and writing the same bytes takes {least:.2f} ms",
             )
 
 
@@ -304,7 +305,7 @@ def double_precision(step: ProfiledStep) -> Iterator[Remedy]:
         where=heaviest(calculating, step) or step.profile.step_where,
         remedy="float32: cast the data once where it is read (.float(), dtype=torch.float32), and leave out .double()",
         gain=step.share(sum(_float64_extra_ms(step, one, factor) for one in ones)),
-        evidence=f"operations on float64 take {spent:.2f} ms of each step of {step.ms:.2f} ms; this machine does "
+        evidence=f"operations on float64 take {step.part(spent)}; this machine does "
         f"{1 / factor:.1f} times as much in float32, and moves twice as many numbers; the calls take as long",
     )
 
@@ -331,7 +332,7 @@ def unsupported_precision(step: ProfiledStep) -> Iterator[Remedy]:
             where=heaviest(ones, step) or step.profile.step_where,
             remedy="float32: leave out .bfloat16(), .half() and autocast here",
             gain=step.share(spent - least / _PRACTICAL_LIMIT),
-            evidence=f"operations on {dtype} take {spent:.2f} ms of each step of {step.ms:.2f} ms; in float32 their "
+            evidence=f"operations on {dtype} take {step.part(spent)}; in float32 their "
             f"arithmetic takes {least:.2f} ms at this machine's limit",
             axes={"precision": "default"},
         )
@@ -361,7 +362,7 @@ def slow_operators(step: ProfiledStep) -> Iterator[Remedy]:
             where=where or step.profile.step_where,
             remedy="call the operation on smaller tensors or less often: the computation takes the time, not the call",
             gain=step.share(spent - least / _PRACTICAL_LIMIT),
-            evidence=f"it takes {spent:.2f} ms of each step of {step.ms:.2f} ms, with inputs of "
+            evidence=f"it takes {step.part(spent)}, with inputs of "
             f"{' and '.join(filter(None, worst.shapes[:2])) or 'unknown size'}"
             + (f"; this machine's limits allow {least:.2f} ms" if least else ""),
         )
@@ -379,7 +380,50 @@ def slow_layouts(step: ProfiledStep) -> Iterator[Remedy]:
         where=max(ones, key=step.cost_ms).module or heaviest(ones, step),
         remedy="try channels_last, and numbers of channels that are multiples of 16",
         gain=step.share(spent - least / _PRACTICAL_LIMIT),
-        evidence=f"they take {spent:.2f} ms of each step of {step.ms:.2f} ms; a race measures whether the layout is the "
-        "cause",
+        evidence=f"they take {step.part(spent)}; a race measures whether the layout is the cause",
         axes={"layout": "channels_last"},
+    )
+
+
+CONCATENATION = "tensors are concatenated in the loop, by a copy of all their numbers (torch.cat, torch.stack)"
+"""The cause of a concatenation whose result has the same size at each step."""
+
+_CONCATENATING = ("aten::cat", "aten::stack", "aten::hstack", "aten::vstack", "aten::concat", "aten::concatenate")
+
+_JOINING_SHARE = 0.5  # share of the time of a line's operators from which concatenation is the line's main work
+
+
+def concatenation_in_loop(step: ProfiledStep) -> Iterator[Remedy]:
+    """Yields a remedy for each line outside the training step that mainly concatenates tensors."""
+    operators = step.operators(lambda one: one.phase in ASIDE_PHASES and bool(one.where) and one.used is not True)
+    for where, same_line in group_by(operators, lambda one: one.where).items():
+        joining = [one for one in same_line if one.name in _CONCATENATING or one.outer in _CONCATENATING]
+        spent = sum(map(step.cost_ms, joining))
+        if not joining or spent < _JOINING_SHARE * sum(map(step.cost_ms, same_line)):
+            continue
+        spent = max(spent, step.aside_ms.get(where, 0.0))
+        if step.share(spent) < COUNTS:
+            continue
+        grows = _grows(joining)
+        yield Remedy(
+            cause="a buffer that grows at each step is copied as a whole (torch.cat, torch.stack)"
+            if grows
+            else CONCATENATION,
+            where=where,
+            remedy="a tensor of its final size, made before the loop, into which each step writes its part in place: "
+            "buffer[n : n + len(new)] = new; for a buffer that drops its oldest part, a position that "
+            "restarts at 0 after the end"
+            if grows
+            else "for a buffer that grows or slides: make a tensor before the loop, and write each step's part "
+            "into it in place; for parts that don't change: concatenate them once, before the loop",
+            gain=step.share(spent),
+            evidence=f"{sum(one.calls for one in joining):.0f} operations take {step.part(spent)}",
+        )
+
+
+def _grows(operators: Sequence[OperatorTime]) -> bool:
+    """Whether the same call receives different shapes in different steps."""
+    return any(
+        len({tuple(one.shapes) for one in same}) > 1 and all(one.calls < 1 for one in same)
+        for same in group_by(operators, lambda one: (one.name, one.outer)).values()
     )

@@ -69,7 +69,7 @@ def recreated_optimizer(step: ProfiledStep) -> Iterator[Remedy]:
             remedy="make it once, before the loop; for another learning rate set group['lr'] of its param_groups, or take a "
             "scheduler of torch.optim.lr_scheduler",
             gain=gain,
-            evidence=f"making its state takes up to {won:.2f} ms of each step of {step.ms:.2f} ms",
+            evidence=f"making its state takes up to {step.part(won)}",
             note=gain < COUNTS,
         )
 
@@ -255,7 +255,7 @@ def manual_update(step: ProfiledStep) -> Iterator[Remedy]:
             remedy="torch._foreach_ operations over the lists of parameters; for an average of weights AveragedModel with "
             "multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay), or an average every few steps",
             gain=step.share(won),
-            evidence=f"{won:.2f} ms of each step of {step.ms:.2f} ms go into {'Python around' if step.on_cpu else 'starting'} them",
+            evidence=f"{step.part(won)} go into {'Python around' if step.on_cpu else 'starting'} them",
         )
 
 
@@ -269,8 +269,7 @@ def zero_fill_gradients(step: ProfiledStep) -> Iterator[Remedy]:
             where=where or step.profile.step_where,
             remedy="zero_grad(set_to_none=True), torch's default: the backward then writes new gradients instead of adding to zeros",
             gain=step.share(spent),
-            evidence=f"filling them with zeros takes {spent:.2f} ms of each step of {step.ms:.2f} ms, without the "
-            "additions to them",
+            evidence=f"filling them with zeros takes {step.part(spent)}, without the additions to them",
         )
 
 
@@ -292,8 +291,7 @@ def dense_embedding_update(step: ProfiledStep) -> Iterator[Remedy]:
             remedy="nn.Embedding(..., sparse=True) with SGD, or with torch.optim.SparseAdam; SparseAdam is another "
             "training, since it does not change rows without a gradient",
             gain=step.share(unused * updating),
-            evidence=f"the update takes {updating:.2f} ms of each step of {step.ms:.2f} ms, {percent(unused)} of it for rows "
-            "without a gradient",
+            evidence=f"the update takes {step.part(updating)}, {percent(unused)} of it for rows without a gradient",
         )
 
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from hotloop.core.records.profile import COUNTS, LineTime, OperatorTime, Remedy
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.detectors.code_regions import (
+    FOREACH_ADVICE,
     MIN_LOOP_CALLS,
     SpreadWork,
+    describe_parameter_loop,
     find_spread_work,
     function_of,
     group_lines,
@@ -17,12 +19,12 @@ from hotloop.profiler.detectors.code_regions import (
     is_action_choice,
     is_view,
     loop_functions,
+    parameter_read_loops,
     region_key,
     runs_per_step,
     training_line_test,
 )
 from hotloop.profiler.detectors.device_sync import is_read_on_host
-from hotloop.profiler.detectors.parameter_loops import FOREACH_ADVICE, describe_parameter_loop, parameter_read_loops
 from hotloop.profiler.detectors.step import (
     ASIDE_PHASES,
     COMPUTING_PHASES,
@@ -87,7 +89,7 @@ def python_in_loop(step: ProfiledStep) -> Iterator[Remedy]:
             where=hottest.where,
             remedy=remedy,
             gain=step.share(spent),
-            evidence=f"{_called_name(hottest)} takes {spent:.2f} ms of each step of {step.ms:.2f} ms",
+            evidence=f"{_called_name(hottest)} takes {step.part(spent)}",
         )
     yield from _merged_remedies(
         step, find_spread_work(step, small), "several small things at each step", _REDUCE_ADVICE
@@ -106,8 +108,7 @@ def step_metrics(step: ProfiledStep) -> Iterator[Remedy]:
             where=heaviest(lines, step),
             remedy=f"if they only measure, {_LESS_OFTEN_ADVICE}",
             gain=step.share(spent),
-            evidence=f"choosing and counting answers takes {spent:.2f} ms of each step of {step.ms:.2f} ms, and no "
-            "backward uses the result",
+            evidence=f"choosing and counting answers takes {step.part(spent)}, and no backward uses the result",
         )
 
 
@@ -147,8 +148,7 @@ def python_in_forward(step: ProfiledStep) -> Iterator[Remedy]:
             where=hottest.where,
             remedy=remedy,
             gain=step.share(plain),
-            evidence=f"{_called_name(hottest)} takes {plain:.2f} ms of each step of {step.ms:.2f} ms outside of torch's "
-            "operations",
+            evidence=f"{_called_name(hottest)} takes {step.part(plain)} outside of torch's operations",
         )
     cause = "Python code within the network, the loss or the update"
     yield from _merged_remedies(step, find_spread_work(step, small, past_torch=False), cause, _TENSOR_ADVICE)
@@ -194,7 +194,7 @@ def _merged_remedies(step: ProfiledStep, found: Iterable[SpreadWork], cause: str
             where=one.where,
             remedy=remedy,
             gain=step.share(one.ms),
-            evidence=f"together they take {one.ms:.2f} ms of each step of {step.ms:.2f} ms, none of them much by itself",
+            evidence=f"together they take {step.part(one.ms)}, none of them much by itself",
         )
 
 

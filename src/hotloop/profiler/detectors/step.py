@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from hotloop.core.records.profile import LineTime, LoaderUse, OperatorTime, Profile, Remedy
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.costs.op_cost import OpCost
-from hotloop.profiler.costs.roofline import least_ms, precision_in
+from hotloop.profiler.operator_cost import OpCost, least_ms, precision_in
 
 Key = TypeVar("Key")
 
@@ -88,6 +87,10 @@ class ProfiledStep:
     def share(self, ms: float) -> float:
         """Returns the share of the step, 0 to 1."""
         return min(1.0, max(0.0, ms / self.ms))
+
+    def part(self, ms: float) -> str:
+        """Formats a part of the step as `1.20 ms of each step of 8.50 ms`."""
+        return f"{ms:.2f} ms of each step of {self.ms:.2f} ms"
 
     def phase(self, *names: Phase) -> float:
         """Returns the milliseconds of these phases together."""

@@ -103,7 +103,7 @@ def _remedy(step: ProfiledStep, what: CauseAndAdvice, ones: Sequence[OperatorTim
         where=where,
         remedy=what[1],
         gain=step.share(spent),
-        evidence=f"{sum(one.calls for one in ones):.0f} operations take {spent:.2f} ms of each step of {step.ms:.2f} ms, "
+        evidence=f"{sum(one.calls for one in ones):.0f} operations take {step.part(spent)}, "
         "and no backward goes through their lines",
     )
 

@@ -44,7 +44,7 @@ class _LoaderStats:
         drawn, row_sum: batches and samples drawn in the current step.
         drawing_s, evaluating_s, opening_s: time in the current step; in evaluations; before samples are requested.
         steps, rows: number of steps that drew batches; samples in each of them.
-        draws, drawings, evaluations: of these steps: batches, seconds, seconds in evaluations.
+        draws: of these steps: batches, seconds, seconds in evaluations.
         opened, openings: number of new iterators; seconds of opening and of drawing in steps that time both.
     """
 
@@ -56,9 +56,7 @@ class _LoaderStats:
         self.makes = "__getitems__" if whole else "__getitem__"
         self.drawn = self.row_sum = self.steps = self.opened = 0
         self.drawing_s = self.evaluating_s = self.opening_s = 0.0
-        self.draws: deque[int] = deque(maxlen=_MAX_SAMPLES)
-        self.drawings: deque[float] = deque(maxlen=_MAX_SAMPLES)
-        self.evaluations: deque[float] = deque(maxlen=_MAX_SAMPLES)
+        self.draws: deque[tuple[int, float, float]] = deque(maxlen=_MAX_SAMPLES)
         self.openings: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
         self.rows: deque[int] = deque(maxlen=_MAX_SAMPLES)
         self.sample_s: list[float] = []
@@ -86,9 +84,7 @@ class _LoaderStats:
         if self.row_sum:
             self.rows.append(self.row_sum)
         if counted and self.drawn:
-            self.draws.append(self.drawn)
-            self.drawings.append(self.drawing_s)
-            self.evaluations.append(self.evaluating_s)
+            self.draws.append((self.drawn, self.drawing_s, self.evaluating_s))
             if timed or self.record["workers"]:
                 self.openings.append((self.opening_s, self.drawing_s))
 
@@ -97,8 +93,8 @@ class _LoaderStats:
         if self.sample_s:
             self.record["sample_ms"] = median(self.sample_s) * 1e3
         if self.draws:
-            self.record |= {"draws": median(self.draws), "evaluating_ms": median(self.evaluations) * 1e3}
-            self.record["drawing_ms"] = median(self.drawings) * 1e3
+            drawn, drawing_s, evaluating_s = map(median, zip(*self.draws, strict=True))
+            self.record |= {"draws": drawn, "drawing_ms": drawing_s * 1e3, "evaluating_ms": evaluating_s * 1e3}
         if self.openings and (drawing_s := sum(pair[1] for pair in self.openings)):
             self.record["opening_ms"] = sum(pair[0] for pair in self.openings) / drawing_s * self.record["drawing_ms"]
         return self.record

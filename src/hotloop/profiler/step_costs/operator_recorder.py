@@ -1,12 +1,19 @@
-"""A dispatch mode that records the operators of a step and the bytes of all living tensors."""
+"""A dispatch mode that records the operators of a step and the bytes of all living tensors.
+
+Operators have a class with a common rate, a shape, the kernels that a GPU launches, and the bytes that they allocate
+beside their results, of which fake tensors know nothing. Those sizes are oneDNN's on a CPU with AVX2, measured by
+torch's allocator (torch 2.13): convolutions copy their tensors to a blocked layout, whose channels are multiples of 8,
+and an LSTM keeps its gates for the backward pass. Fake tensors lack values: where an operator's result depends on
+them, the recorder answers in their place.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -15,12 +22,319 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
-from hotloop.core.records.step_costs import OperatorCost, StepPhase
-from hotloop.profiler.costs.op_cost import OpCall
-from hotloop.profiler.costs.operator_cost import count_operator
-from hotloop.profiler.step_costs.data_dependence import answer_item, with_all_elements
-from hotloop.profiler.step_costs.operator_kinds import kernel_launches, operator_kind, operator_shape
-from hotloop.profiler.step_costs.workspace import saved_workspace_bytes, workspace_bytes
+from hotloop.core.records.step_costs import Kind, OperatorCost, StepPhase
+from hotloop.profiler.operator_cost import ELEMENTWISE_FORMULAS, OpCall, UncountableCall, count_operator
+
+_NAMES: dict[Kind, str] = {
+    "linear": "mm addmm mv addmv dot vdot linear _addmm_activation addr _int_mm _scaled_mm",
+    "batched_product": "bmm baddbmm addbmm _grouped_mm",
+    "convolution": "convolution convolution_backward _convolution mkldnn_convolution cudnn_convolution",
+    "softmax": "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _safe_softmax",
+    "gather": "embedding embedding_dense_backward index index_put index_put_ _index_put_impl_ _unsafe_index index_select"
+    " _unsafe_index_put index_add index_add_ gather scatter scatter_ scatter_add scatter_add_ take _embedding_bag"
+    " _embedding_bag_dense_backward index_copy_ index_fill_ masked_scatter take_along_dim",
+    "copy": "copy_ copy _to_copy clone cat stack constant_pad_nd fill_ zero_ zeros ones zeros_like ones_like full full_like"
+    " new_zeros new_ones new_full slice_backward select_backward select_scatter slice_scatter roll flip repeat tril triu"
+    " tril_ triu_ arange linspace eye scalar_tensor contiguous repeat_interleave reflection_pad2d replication_pad2d"
+    " as_strided_scatter unfold_backward pixel_shuffle pixel_unshuffle im2col col2im one_hot meshgrid",
+    "random": "normal_ uniform_ random_ bernoulli_ bernoulli exponential_ native_dropout randn rand randint randperm"
+    " multinomial normal randn_like rand_like randint_like log_normal_ cauchy_ geometric_",
+    "reduction": "sum mean prod nansum amax amin max min all any var std var_mean std_mean argmax argmin logsumexp norm"
+    " linalg_vector_norm cumsum cumprod nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward mse_loss"
+    " mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward binary_cross_entropy"
+    " binary_cross_entropy_backward max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d"
+    " avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward max_pool3d_with_indices"
+    " max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward topk sort _ctc_loss _ctc_loss_backward"
+    " upsample_nearest2d upsample_nearest2d_backward upsample_bilinear2d upsample_bilinear2d_backward"
+    " upsample_bicubic2d _cdist_forward _cdist_backward count_nonzero",
+}
+_KIND_OF: dict[str, Kind] = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+_PARTS: dict[str, Kind] = {
+    "attention": "attention",
+    "batch_norm": "normalization",
+    "layer_norm": "normalization",
+    "group_norm": "normalization",
+    "rms_norm": "normalization",
+    "_rnn": "recurrent",
+    "_lstm": "recurrent",
+    "_gru": "recurrent",
+}
+
+# torch's multi_tensor_apply: the most tensors of one launch by number of lists, and elements of its 320 blocks.
+_TENSORS_OF_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+_ELEMENTS_OF_LAUNCH = 320 * 65536
+
+# Kernels of one call, where they are not one. Backward passes of normalization reduce the gradients of weight and bias
+# in a second kernel; those of embeddings sort the indices.
+_LAUNCHES = {
+    "native_layer_norm_backward": 2,
+    "native_group_norm_backward": 2,
+    "embedding_dense_backward": 4,
+    "index_put_": 4,
+    "_index_put_impl_": 4,
+    "_unsafe_index_put": 4,
+    "cumsum": 2,
+    "topk": 3,
+    "sort": 3,
+}
+
+
+def operator_kind(name: str, phase: str) -> Kind:
+    """Returns the class of an operator of torch's name without namespace, such as `convolution_backward`."""
+    if name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")) or (
+        name.startswith("_foreach_") and phase == "update"
+    ):
+        return "update"
+    if (kind := _KIND_OF.get(name) or _KIND_OF.get(name.removesuffix("_"))) is not None:
+        return kind
+    for part, part_kind in _PARTS.items():
+        if part in name:
+            return part_kind
+    return "elementwise" if name in ELEMENTWISE_FORMULAS or name.startswith("_foreach_") else "other"
+
+
+def operator_shape(kind: Kind, name: str, call: OpCall, read: int, written: int) -> tuple[int, ...]:
+    """Returns the shape as documented in `OperatorCost`.
+
+    Args:
+        read, written: elements of the largest tensor that the operator reads, and of all that it writes.
+    """
+    try:
+        match kind:
+            case "linear" | "batched_product":
+                return _product_shape(name, call)
+            case "convolution":
+                return _convolution_shape(name, call)
+            case "attention":
+                first = 1 if "backward" in name else 0
+                *lead, queries, width = call.shape(first)
+                return (prod(lead), queries, call.shape(first + 1)[-2], width)
+            case "recurrent":
+                return _recurrent_shape(call)
+            case "softmax":
+                sizes = call.shape(0)
+                columns = sizes[call.argument(2 if "backward" in name else 1)] if sizes else 1
+                return (prod(sizes) // max(columns, 1), columns)
+            case "normalization":
+                return _normalized_rows(name, call)
+            case "reduction":
+                rows = max(min(read, written), 1)
+                return (rows, max(read, written) // rows)
+    except (UncountableCall, ValueError, IndexError, TypeError):
+        pass
+    return (written,)
+
+
+def _product_shape(name: str, call: OpCall) -> tuple[int, ...]:
+    first = 1 if name.startswith(("add", "badd", "_addmm")) else 0
+    *batch, m, k = call.shape(first) if name not in ("dot", "vdot") else [1, *call.shape(first)]
+    right = call.shape(first + 1)
+    return (prod(batch), m, right[-1] if len(right) > 1 else 1, k)
+
+
+def _convolution_shape(name: str, call: OpCall) -> tuple[int, ...]:
+    backward = "backward" in name
+    image, weight = (call.shape(position) for position in ((1, 2) if backward else (0, 1)))
+    stride, groups = call.argument(4 if backward else 3), call.argument(9 if backward else 8)
+    is_transposed = bool(call.argument(7 if backward else 6))
+    n, c_in, *space = image
+    c_out, _, *kernel = weight
+    if is_transposed:
+        c_out = weight[1] * groups
+    *high, w = [1] * (2 - len(space)) + space
+    *kernel_high, kw = [1] * (2 - len(kernel)) + kernel
+    return (n, c_in, prod(high), w, c_out, prod(kernel_high), kw, stride[-1], groups)
+
+
+def _recurrent_shape(call: OpCall) -> tuple[int, ...]:
+    steps, rows, inputs = call.shape(0)
+    return (steps, rows, inputs, call.shape(2)[-1])
+
+
+def _normalized_rows(name: str, call: OpCall) -> tuple[int, ...]:
+    sizes = call.shape(1 if "backward" in name and len(call.shapes) > 1 and call.shape(1) else 0)
+    if "batch_norm" in name:
+        return (sizes[1], prod(sizes) // max(sizes[1], 1))
+    if "group_norm" in name:
+        groups = next(value for value in reversed(call.arguments) if type(value) is int and not isinstance(value, bool))
+        rows = sizes[0] * (groups if groups <= sizes[1] else 1)
+        return (rows, prod(sizes) // max(rows, 1))
+    normalized = next((value for value in call.arguments if isinstance(value, list | tuple) and value), [sizes[-1]])
+    columns = prod(normalized) if all(type(value) is int for value in normalized) else sizes[-1]
+    return (prod(sizes) // max(columns, 1), columns)
+
+
+def kernel_launches(kind: Kind, name: str, tensor_lists: int, tensors: int, elements: int, gradients: int) -> int:
+    """Returns the kernels that a GPU launches for one call.
+
+    Args:
+        tensor_lists: lists of tensors among the arguments; 0 for an operator of single tensors.
+        tensors: the tensors in the longest list.
+        elements: in the longest list.
+        gradients: products of a convolution's backward.
+    """
+    if kind == "view":
+        return 0
+    if tensor_lists and (name.startswith(("_foreach_", "_fused_"))):
+        most = _TENSORS_OF_LAUNCH.get(min(tensor_lists, 5), 30)
+        return max(ceil(tensors / most), ceil(elements / _ELEMENTS_OF_LAUNCH), 1)
+    if name == "convolution_backward":
+        return max(gradients, 1)
+    if kind == "attention" and "backward" in name:
+        return 3
+    return _LAUNCHES.get(name, 1)
+
+
+_CHANNELS = 8  # of a block
+_FLAT_CHANNELS = (1, 3)  # of images that a first convolution reads in their own layout
+_LSTM_STATES, _LSTM_START, _LSTM_SCRATCH = 15.2, 10.0, 4.17  # floats per step, row and unit; per row and unit
+CUBLAS_BYTES = 8_519_680  # torch's default workspace of cuBLAS, `:4096:2:16:8`
+_CUBLAS_NAMES = ("mm", "addmm", "bmm", "baddbmm")
+
+
+def workspace_bytes(name: str, arguments: Sequence[Any], device: str) -> int:
+    """Returns the bytes that an operator frees when it ends."""
+    if device != "cpu":
+        return CUBLAS_BYTES if name in _CUBLAS_NAMES else 0
+    if name == "convolution":
+        return _convolution(*arguments)
+    if name == "convolution_backward":
+        return _convolution_backward(*arguments)
+    if name.startswith("mkldnn_rnn_layer"):
+        x, *weights = arguments[:3]
+        floats = _LSTM_SCRATCH * prod(x.shape[:-1]) * weights[1].shape[-1] + sum(weight.numel() for weight in weights)
+        return int(floats * x.element_size())
+    return 0
+
+
+def saved_workspace_bytes(name: str, arguments: Sequence[Any]) -> int:
+    """Returns the bytes that an operator saves for its backward in its last result, which a fake one lacks."""
+    if name != "mkldnn_rnn_layer":
+        return 0
+    x, recurrent = arguments[0], arguments[2]
+    steps, rows, units = x.shape[0], x.shape[1], recurrent.shape[-1]
+    return int((_LSTM_STATES * steps + _LSTM_START) * rows * units * x.element_size())
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _blocked(size: int, channels: int) -> int:
+    return size * (-(-channels // _CHANNELS) * _CHANNELS) // max(channels, 1)
+
+
+def _convolution(
+    image: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *rest: Any
+) -> int:
+    out, channels = _result_bytes(image, weight, stride, padding, dilation, transposed, *rest)
+    blocked_out, weights = _blocked(out, channels), _bytes(weight)
+    flat = image.shape[1] in _FLAT_CHANNELS and not transposed
+    blocked_in = 0 if flat else _blocked(_bytes(image), image.shape[1])
+    if transposed:
+        return max(2 * out, 2 * blocked_in + weights)
+    return max(blocked_in + weights + blocked_out - out, blocked_out)
+
+
+def _result_bytes(
+    image: Tensor,
+    weight: Tensor,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    extra: Any,
+    groups: int,
+) -> tuple[int, int]:
+    """Returns the bytes and channels of a convolution's result."""
+
+    def at(values: Any, axis: int) -> int:
+        return values[axis % len(values)]
+
+    sides = []
+    for axis, (size, kernel) in enumerate(zip(image.shape[2:], weight.shape[2:], strict=True)):
+        reach = at(dilation, axis) * (kernel - 1)
+        if transposed:
+            sides.append((size - 1) * at(stride, axis) - 2 * at(padding, axis) + reach + at(extra, axis) + 1)
+        else:
+            sides.append((size + 2 * at(padding, axis) - reach - 1) // at(stride, axis) + 1)
+    channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    return image.shape[0] * channels * prod(sides) * image.element_size(), channels
+
+
+def _convolution_backward(
+    gradient: Tensor,
+    image: Tensor,
+    weight: Tensor,
+    bias_sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    extra: Any,
+    groups: int,
+    mask: Any,
+) -> int:
+    """Returns the most of two products: for the input's gradient, then, while this exists, for the weight's."""
+    plain_in, weights = _bytes(image), _bytes(weight)
+    blocked_in = _blocked(plain_in, image.shape[1])
+    blocked_out = _blocked(_bytes(gradient), gradient.shape[1])
+    is_strided, is_depthwise = max(stride) > 1, groups == image.shape[1] and groups > 1
+    results = plain_in * mask[0] + weights * mask[1]
+    peaks = [0]
+    if mask[0]:
+        copies = 3 * plain_in if is_strided and not transposed else plain_in + blocked_in
+        peaks += [blocked_out + weights + blocked_in, copies]
+    if mask[1]:
+        is_flat = image.shape[1] in _FLAT_CHANNELS and not is_strided
+        copied = 0 if is_depthwise else blocked_out + (0 if is_flat else blocked_in)
+        peaks.append(plain_in * mask[0] + copied + weights)
+    return max(max(peaks) - results, 0)
+
+
+_INDEXED = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
+_MASKS = (torch.bool, torch.uint8)
+
+
+def answer_item(tensor: Tensor, is_of_all: bool) -> bool | int | float:
+    """Returns a value for `tensor.item()`: 1, such as an optimizer's number of steps; conditions are false.
+
+    Args:
+        is_of_all: whether `torch.all` computed the tensor, which is then true: masks commonly choose everything.
+    """
+    if tensor.dtype == torch.bool:
+        return is_of_all
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def with_all_elements(name: str, args: tuple[Any, ...]) -> Any:
+    """Returns arguments without masks, or the result of a choice, as if all elements were chosen; None for others."""
+    if name in _INDEXED and any(isinstance(index, Tensor) and index.dtype in _MASKS for index in args[1]):
+        indices: list[Any] = []
+        for index in args[1]:
+            if isinstance(index, Tensor) and index.dtype in _MASKS:
+                indices += [torch.empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim)]
+            else:
+                indices.append(index)
+        return (args[0], indices, *_spread_values(name, args, indices))
+    if name == "nonzero":
+        return torch.empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
+    if name == "masked_select":
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return torch.empty(shape.numel(), dtype=args[0].dtype)
+    return None
+
+
+def _spread_values(name: str, args: tuple[Any, ...], indices: list[Any]) -> tuple[Any, ...]:
+    """Returns the rest of the arguments; the values of a write have the number of chosen elements or are one value."""
+    if "put" not in name or not isinstance(args[2], Tensor):
+        return args[2:]
+    values = args[2]
+    chosen = max(index.numel() for index in indices if isinstance(index, Tensor))
+    if values.ndim and values.shape[0] not in (1, chosen):
+        values = torch.empty((chosen, *values.shape[1:]), dtype=values.dtype)
+    return (values, *args[3:])
+
 
 _WITHOUT_COST = ("prim", "profiler")
 
@@ -166,7 +480,7 @@ def _touched_bytes(tensors: Iterable[Tensor]) -> int:
 def _cost(
     func: Any, name: str, phase: StepPhase, arguments: list[Any], read: list[Tensor], written: list[Tensor]
 ) -> OperatorCost:
-    call = _op_call(arguments)
+    call = op_call(arguments)
     full_name = str(func).rpartition(".")[0] or str(func)
     lists = [value for value in arguments if isinstance(value, list | tuple) and _has_tensors(value)]
     longest = max(lists, key=len, default=[])
@@ -206,7 +520,8 @@ def _has_tensors(value: Any) -> bool:
     return any(isinstance(item, Tensor) for item in value)
 
 
-def _op_call(arguments: list[Any]) -> OpCall:
+def op_call(arguments: Sequence[Any]) -> OpCall:
+    """Returns the arguments of an operator call, by position in its schema, as its cost formula reads them."""
     shapes: list[Any] = []
     dtypes: list[str] = []
     values: list[Any] = []

@@ -6,32 +6,265 @@ recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+import copy
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hotloop.core.hardware.limits import free_memory_bytes
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.step_costs import OperatorCost, StepCosts
 from hotloop.core.task_parts.losses import YieldedLosses
-from hotloop.core.task_parts.models import copy_model
+from hotloop.core.task_parts.models import copy_model, default_device, restart_names
 from hotloop.core.task_parts.optimizers import NamedOptimizers
-from hotloop.errors import HotloopError, TaskError, describe_error
+from hotloop.data.batch_tree import map_tensors, tree_tensors
+from hotloop.data.feeds.feed import first_batch
+from hotloop.data.row_count import count_rows
+from hotloop.errors import HotloopError, InsufficientMemoryError, TaskError, call_user_code, describe_error, type_name
 from hotloop.lowering.eager_step import needs_closure
 from hotloop.plan import Plan
-from hotloop.profiler.step_costs.compiled_memory import compiled_activation_share
-from hotloop.profiler.step_costs.device_operators import choose_implementation, operators_of
-from hotloop.profiler.step_costs.fake_parts import batch_bytes, counted_modules, fake_model, resize_batch
 from hotloop.profiler.step_costs.operator_recorder import StepRecorder, parameter_elements
-from hotloop.profiler.step_costs.step_parts import StepParts
 from hotloop.task import Parameters, Task
+
+_LARGEST_SAMPLE = 32  # rows of the data that are read for the shapes of a batch
+
+Compute = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The parts of a step before any tensor exists.
+
+    Attributes:
+        model: a module or a factory.
+        compute: `compute(model, batch)` returns the loss, or a generator of (optimizer's name, loss).
+        optimizer: a factory; None for inference without backward and update.
+        batch: an example with at least one row.
+        clip_norm, clip_value, average: as in a Task.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    compute: Compute
+    optimizer: Callable[[nn.Module], Optimizer] | None
+    batch: Any
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    average: float | None = None
+
+    @classmethod
+    def from_task(cls, task: Task, batch_size: int) -> StepParts:
+        def model() -> nn.Module:
+            restart_names()
+            return task.model() if not isinstance(task.model, nn.Module) else copy_model(task.model)
+
+        batch = first_batch(task.roles, min(batch_size, _LARGEST_SAMPLE))
+        given = task.model if isinstance(task.model, nn.Module) else model
+        further = (task.clip_norm, task.clip_value, task.average)
+        return cls(given, lambda model, batch: _loss_of_task(task, model, batch), task.build_optimizer, batch, *further)
+
+    @classmethod
+    def from_model(
+        cls, model: Any, inputs: Any, loss: Callable[[Any, Any], Tensor] | None, optimizer: Any, is_training: bool
+    ) -> StepParts:
+        def compute(model: nn.Module, batch: Any) -> Tensor:
+            if loss is not None:
+                *arguments, target = batch
+                return loss(_call(model, tuple(arguments)), target)
+            return _default_loss(_call(model, batch))
+
+        def build(model: nn.Module) -> Optimizer:
+            return (optimizer or torch.optim.Adam)(Parameters(model))
+
+        return cls(model, compute, build if is_training else None, inputs)
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _loss_of_task(task: Task, model: nn.Module, batch: Any) -> Any:
+    """Returns the loss, or the generator of losses of a step with several optimizers."""
+    if task.step is None:
+        return task.compute(model, batch).loss
+    with default_device(model):
+        result = task.step(model, batch)
+    return result["loss"] if isinstance(result, Mapping) else result
+
+
+def _default_loss(output: Any) -> Tensor:
+    """Returns the output's own loss, or the sum of the means of its floating tensors."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    means = [leaf.mean() for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not means and torch.is_grad_enabled():
+        raise TaskError(
+            "the model's output has no tensor with a gradient", expected="one or more", fix="give loss=(output, target)"
+        )
+    return sum(means[1:], start=means[0]) if means else torch.zeros(())
+
+
+_FUSED = ("elementwise", "copy", "random")
+
+
+def compiled_activation_share(operators: Iterable[OperatorCost]) -> float:
+    """Returns the share of the eager step's activations that a compiled step has at its peak.
+
+    The compiler fuses elementwise operators into their neighbours and computes cheap results again in the backward
+    pass, so that their results aren't saved: about the half of them, since one of two is an input of a product.
+    """
+    forward = [one for one in operators if one.phase == "forward"]
+    written = sum(one.written_bytes * one.count for one in forward)
+    fused = sum(one.written_bytes * one.count for one in forward if one.kind in _FUSED)
+    return 1.0 - 0.5 * fused / written if written else 1.0
+
+
+class _GpuOperators(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        if not training or p == 0:
+            return input
+        return torch.native_dropout(input, p, True)[0]
+
+
+def operators_of(device: str) -> AbstractContextManager[Any]:
+    """Returns a context in which a trace on the CPU takes the operators of a kind of device."""
+    return nullcontext() if device == "cpu" else _GpuOperators()
+
+
+def choose_implementation(group: dict[str, Any], asked: str, device: str) -> None:
+    """Sets how an optimizer's parameter group is updated, by the plan's axis `optimizer` and the device's default."""
+    if asked != "default":
+        for name, key in (("foreach", "foreach"), ("fused", "fused")):
+            if key in group:
+                group[key] = asked == name
+    elif device != "cpu" and group.get("foreach", True) is None and not group.get("fused"):
+        group["foreach"] = True
+
+
+_SHARE = 0.7  # of the free memory that a real construction may take
+
+
+def fake_model(model: nn.Module | Callable[[], nn.Module], mode: FakeTensorMode, notes: dict[str, None]) -> nn.Module:
+    """Returns the model with fake parameters and buffers.
+
+    A factory runs under the fake mode. If the factory reads values, the model is built in memory first.
+
+    Raises:
+        InsufficientMemoryError: the model must be built in memory, and free memory is too small.
+    """
+    if isinstance(model, nn.Module):
+        return _fake_copy(model, mode)
+    try:
+        with mode:
+            made = model()
+    except Exception as error:
+        try:
+            with _MemoryLimit(int(_SHARE * free_memory_bytes(torch.device("cpu")))):
+                made = call_user_code("the model factory", model)
+        except _TooLarge:
+            raise InsufficientMemoryError(
+                f"the model can't be traced without memory ({describe_error(error)}), and is too large to be built here",
+                expected="a factory that doesn't read tensors' values",
+                fix="build the layers from shapes alone, or run on a machine with more memory",
+            ) from None
+        notes["the model was built in memory, because its factory reads values"] = None
+    if not isinstance(made, nn.Module):
+        raise TaskError(f"the model factory returned {type_name(made)}", expected="a torch.nn.Module")
+    return made if _is_fake(made) else _fake_copy(made, mode)
+
+
+def _is_fake(model: nn.Module) -> bool:
+    return all(isinstance(value, FakeTensor) for value in [*model.parameters(), *model.buffers()])
+
+
+def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Returns a copy that shares no memory: each parameter and buffer becomes one fake tensor, shared as before."""
+    memo: dict[int, Any] = {}
+    for value in [*model.parameters(), *model.buffers()]:
+        if isinstance(value, FakeTensor):
+            continue
+        fake = mode.from_tensor(value.detach())
+        memo[id(value)] = nn.Parameter(fake, value.requires_grad) if isinstance(value, nn.Parameter) else fake
+    return copy.deepcopy(model, memo)
+
+
+class _TooLarge(Exception):
+    pass
+
+
+class _MemoryLimit(TorchDispatchMode):
+    """Stops a construction whose new tensors exceed a number of bytes."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__()
+        self.left = most_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("empty", "empty_strided", "zeros", "ones", "randn", "rand", "full"):
+            sizes = args[0] if args and isinstance(args[0], list | tuple) else [0]
+            dtype = (kwargs or {}).get("dtype") or torch.get_default_dtype()
+            self.left -= torch.Size(sizes).numel() * dtype.itemsize
+            if self.left < 0:
+                raise _TooLarge
+        return func(*args, **(kwargs or {}))
+
+
+def resize_batch(batch: Any, rows: int | None, mode: FakeTensorMode | None) -> tuple[Any, int]:
+    """Returns the batch with `rows` rows, of fake tensors under a mode, and the number of its rows."""
+    present = count_rows(batch).number
+    rows = rows or present
+
+    def resize(tensor: Tensor) -> Tensor:
+        has_rows = tensor.ndim > 0 and tensor.shape[0] == present
+        shape = (rows, *tensor.shape[1:]) if has_rows else tuple(tensor.shape)
+        if mode is None:
+            wanted = torch.arange(shape[0], device=tensor.device) % present if has_rows and rows != present else None
+            return tensor.clone() if wanted is None else tensor[wanted]
+        with mode:
+            return torch.empty(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+
+    return map_tensors(resize, batch), rows
+
+
+def batch_bytes(batch: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tree_tensors(batch))
+
+
+@contextmanager
+def counted_modules(model: nn.Module) -> Iterator[list[int]]:
+    """Yields a list whose first item is the number of module calls so far."""
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    handles = [module.register_forward_pre_hook(count) for module in model.modules()]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _UPDATE_FLOPS = 12  # per parameter, of an update that can't be traced, as of Adam
@@ -125,7 +358,7 @@ class _Trace:
 
     def run(self) -> StepCosts:
         recorder, model = self.recorder, self._build_model()
-        with self._fakes():
+        with nullcontext() if self.mode is None else self.mode:
             model.train(self.parts.optimizer is not None)
             optimizer = None if self.parts.optimizer is None else self._build_optimizer(model)
             with recorder, operators_of(recorder.device), counted_modules(model) as calls:
@@ -143,9 +376,6 @@ class _Trace:
                     self._step(model, optimizer)
                     self.module_calls = calls[0] * self.pieces // min(self.pieces, _PIECES_TRACED)
         return self._costs(model, optimizer, base, inputs)
-
-    def _fakes(self) -> Any:
-        return self.mode if self.mode is not None else nullcontext()
 
     def _add_inputs(self) -> int:
         """Counts the whole batch, of which a piece is computed."""

@@ -21,10 +21,9 @@ from typing import NamedTuple
 from hotloop.core.records.profile import LineTime
 from hotloop.core.records.profile_terms import Phase
 from hotloop.profiler.base.call_sites import CallSites, is_step
-from hotloop.profiler.base.step_facts import ProfileFacts
+from hotloop.profiler.base.steps import ProfileFacts
 from hotloop.profiler.base.transparency import hide_from_compiler
-from hotloop.profiler.timers.line_tracer import Line
-from hotloop.profiler.timers.markers import PhaseOfLines
+from hotloop.profiler.timers.line_tracer import Line, PhaseOfLines
 
 INTERVAL_S = 0.001
 MIN_INTERVAL_S = 0.00005

@@ -1,25 +1,143 @@
-"""Reads a profiler's record of a step: operators with their modules, lines and own times.
+"""Reads a profiler's record of a step: operators with their modules, lines and own times, corrected by clock times.
 
 Events on a thread are nested by their times. Operators inside of an operator with known counts belong to the outer
 operator, so `aten::linear` includes the time of its `aten::addmm`. Backward events have the number of their node, which
-gives the module and line of the forward. Device kernels have the number of the operator that launched them.
+gives the module and line of the forward. Device kernels have the number of the operator that launched them. A profiler
+lengthens all operations, so modules' clocks and phases set the scale.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from statistics import median_low
+from typing import Any, Literal, NamedTuple
 
+from hotloop.core.records.profile import LineTime, ModuleTime, OperatorTime
 from hotloop.core.records.profile_terms import Phase
-from hotloop.profiler.costs.op_cost import OpCost
-from hotloop.profiler.timers.line_tracer import Line
-from hotloop.profiler.timers.markers import MARK, TraceMark
+from hotloop.profiler.base.steps import DELAYED
+from hotloop.profiler.operator_cost import OpCost
+from hotloop.profiler.timers.line_tracer import MARK, Line, TraceMark
+from hotloop.profiler.timers.module_names import ModuleName, OwnTime, enclosing_names, format_name
 from hotloop.profiler.trace.inductor_kernels import GRAPH_PREFIX, KernelLaunch
-from hotloop.profiler.trace.totals import OptimizerPart
+
+OptimizerPart = Literal["", "step", "zero_grad"]
+"""Part of an optimizer that contains an operator."""
+
+_MIN_STEPS = 3  # least number of steps for a typical time
+
+
+class OperatorKey(NamedTuple):
+    """Key under which calls of operators are summed."""
+
+    name: str
+    phase: Phase
+    module: ModuleName | None
+    line: Line | None
+    shapes: tuple[str, ...]
+    dtype: str
+    device: str
+    copies: str
+    used: bool | None
+    within: OptimizerPart = ""
+    outer: str = ""
+    is_in_hook: bool = False
+
+
+class OperatorTotal:
+    def __init__(self) -> None:
+        self.calls, self.ns = 0, 0.0
+        self.flops: float | None = 0.0
+        self.bytes: float | None = 0.0
+
+    def add(self, ns: float, flops: float | None, bytes_: float | None, calls: int = 1) -> None:
+        self.calls += calls
+        self.ns += ns
+        self.flops = None if flops is None or self.flops is None else self.flops + flops
+        self.bytes = None if bytes_ is None or self.bytes is None else self.bytes + bytes_
+
+
+@dataclass
+class TracedSteps:
+    """Totals of one step, or several.
+
+    Attributes:
+        ms: time of the steps.
+        sums: totals of operators.
+        walls: own ns of each module, forward and backward, and of each phase outside of modules.
+        phases: ns of each phase, with the time between operators.
+        grounds: per step, ns of each pair of timeline phase and phase by lines.
+        line_runs: runs of each line by Python.
+        alike: number of equal modules with the same input as each.
+        fused, around: modules of compiled kernels: those that share a kernel, and the compiled module.
+        compiled_ns: ns of compiled kernels, by phase.
+    """
+
+    ms: float = 0.0
+    sums: dict[OperatorKey, OperatorTotal] = field(default_factory=lambda: defaultdict(OperatorTotal))
+    walls: Counter[tuple[ModuleName | None, Phase]] = field(default_factory=Counter)
+    phases: Counter[Phase] = field(default_factory=Counter)
+    grounds: list[Counter[tuple[Phase, Phase]]] = field(default_factory=list)
+    line_runs: Counter[Line] = field(default_factory=Counter)
+    alike: dict[ModuleName, int] = field(default_factory=dict)
+    fused: dict[ModuleName, set[ModuleName | None]] = field(default_factory=lambda: defaultdict(set))
+    around: dict[ModuleName, ModuleName | None] = field(default_factory=dict)
+    compiled_ns: dict[Phase, float] = field(default_factory=lambda: defaultdict(float))
+    steps: int = 0
+
+    def add(self, other: TracedSteps) -> None:
+        for key, total in other.sums.items():
+            self.sums[key].add(total.ns, total.flops, total.bytes, total.calls)
+        self.walls.update(other.walls)
+        self.phases.update(other.phases)
+        self.line_runs.update(other.line_runs)
+        for name, many in other.alike.items():
+            self.alike[name] = max(many, self.alike.get(name, 0))
+        for name, others in other.fused.items():
+            self.fused[name] |= others
+        for phase, ns in other.compiled_ns.items():
+            self.compiled_ns[phase] += ns
+        self.grounds += other.grounds
+        self.around |= other.around
+        self.ms += other.ms
+        self.steps += other.steps
+
+
+def merge_typical_steps(steps: Sequence[TracedSteps]) -> TracedSteps:
+    """Merges the typical steps. Occasional work, such as sampling or a plot, makes a step longer.
+
+    Delays of an operator in a single step, when another program has the core, are subtracted.
+    """
+    found = TracedSteps()
+    limit = DELAYED * median_low(step.ms for step in steps) if steps else 0.0
+    alike = [step for step in steps if step.ms <= limit]
+    for step in alike:
+        found.add(step)
+    for key, total in found.sums.items():
+        if key.device == "cpu" and (held_up := _delay_ns([step.sums[key] for step in alike if key in step.sums])):
+            total.ns -= held_up
+            found.ms -= held_up / 1e6
+            _subtract_time(found.walls, (key.module, key.phase), held_up)
+            _subtract_time(found.phases, key.phase, held_up)
+    return found
+
+
+def _subtract_time(times: Counter[Any], of: Any, ns: float) -> None:
+    if of in times:
+        times[of] = max(0, times[of] - round(ns))
+
+
+def _delay_ns(sums: Sequence[OperatorTotal]) -> float:
+    """Returns the ns beyond the median in steps in which calls took several times as long; 0 for few steps."""
+    if len(sums) < _MIN_STEPS:
+        return 0.0
+    usual = median_low(one.ns / one.calls for one in sums)
+    return sum(one.ns - usual * one.calls for one in sums if one.ns > DELAYED * usual * one.calls)
+
 
 ENGINE_PREFIX = "autograd::engine::evaluate_function: "
 _OPTIMIZER_RANGES: dict[str, OptimizerPart] = {"Optimizer.step#": "step", "Optimizer.zero_grad#": "zero_grad"}
@@ -317,3 +435,179 @@ def copy_direction(kernel: TraceEvent) -> str:
         return ""
     sides = {"H": "cpu", "D": kernel.device}
     return f"{sides.get(found[1], kernel.device)}>{sides.get(found[2], kernel.device)}"
+
+
+_MIN_COUNTED_SHARE = 0.8  # least share of a module's operator time with known counts, for the module's FLOPs and bytes
+
+
+def remove_profiler_overhead(
+    operators: Sequence[OperatorTime],
+    walls: Mapping[tuple[str, Phase], float],
+    modules: Iterable[ModuleTime],
+    phases: Mapping[Phase, float],
+    traced: Mapping[Phase, float] | None = None,
+) -> list[OperatorTime]:
+    """Returns operators with times corrected for the profiler's overhead, the longest first.
+
+    An operator shrinks by the ratio of its module's clock time to its traced time; without a module, until the
+    operators fit into their phase. A phase with a smaller traced time than clock time was delayed by other programs
+    while the clock ran, so its operators grow in proportion. Times of device kernels stay.
+
+    Args:
+        walls: traced own ms of each module and phase; the name is `""` outside of modules.
+        modules, phases: clock times.
+        traced: traced ms of each phase, with the time between operators.
+    """
+    clocked = {(one.name, phase): own for one in modules for phase, own in _own_times(one)}
+    factors = {key: _overhead_ratio(clocked[key], wall) for key, wall in walls.items() if clocked.get(key)}
+    total = _host_ms(operators)
+    outside = _overhead_ratio(phases.get("unattributed", 0.0), walls.get(("", "unattributed"), 0.0))
+
+    def factor(one: OperatorTime) -> float:
+        around = [factors[name, one.phase] for name in _enclosing_names(one.module) if (name, one.phase) in factors]
+        if around:
+            return around[0]
+        return _overhead_ratio(phases[one.phase], total[one.phase]) if phases.get(one.phase) else outside
+
+    found = _scale_host_times(operators, factor)
+    shrunk = _host_ms(found)
+    grown = {
+        phase: max(1.0, phases.get(phase, 0.0) / (ms * shrunk[phase] / total[phase]))
+        for phase, ms in (traced or {}).items()
+        if ms and shrunk[phase]
+    }
+    found = _scale_host_times(found, lambda one: grown.get(one.phase, 1.0))
+    return sorted(found, key=lambda one: -one.ms)
+
+
+def clamp_lines_to_phases(lines: Sequence[LineTime], phases: Mapping[Phase, float]) -> list[LineTime]:
+    """Returns lines shrunk to fit into their phases: stack sampling delays a step."""
+    total: dict[Phase, float] = defaultdict(float)
+    for line in lines:
+        total[line.phase] += line.own_ms
+    factors = {phase: _overhead_ratio(phases.get(phase, 0.0), ms) for phase, ms in total.items()}
+    return [
+        line.model_copy(update={"ms": line.ms * factors[line.phase], "own_ms": line.own_ms * factors[line.phase]})
+        for line in lines
+    ]
+
+
+def clamp_ops_to_phases(operators: Sequence[OperatorTime], phases: Mapping[Phase, float]) -> list[OperatorTime]:
+    """Returns the host's operators shrunk to fit into their phases."""
+    total = _host_ms(operators)
+    factors = {phase: _overhead_ratio(phases.get(phase, 0.0), ms) for phase, ms in total.items()}
+    return _scale_host_times(operators, lambda one: factors[one.phase])
+
+
+def _host_ms(operators: Iterable[OperatorTime]) -> dict[Phase, float]:
+    total: dict[Phase, float] = defaultdict(float)
+    for one in operators:
+        total[one.phase] += one.ms if one.device == "cpu" else 0.0
+    return total
+
+
+def _scale_host_times(operators: Sequence[OperatorTime], factor: Callable[[OperatorTime], float]) -> list[OperatorTime]:
+    """Returns operators with the host's times multiplied; those of device kernels stay."""
+    return [one if one.device != "cpu" else one.model_copy(update={"ms": one.ms * factor(one)}) for one in operators]
+
+
+def _overhead_ratio(clocked: float, traced: float) -> float:
+    return min(1.0, clocked / traced) if clocked and traced else 1.0
+
+
+def _enclosing_names(name: str) -> Iterator[str]:
+    """Yields a module's name and those of its parents, the unnamed model last."""
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def with_device_times(
+    own: Mapping[ModuleName, OwnTime], operators: Sequence[OperatorTime], *, alone: bool
+) -> dict[ModuleName, OwnTime]:
+    """Returns modules with the times of their kernels; host clocks only see the launches.
+
+    Args:
+        own: host clock times.
+        alone: whether there is one model, whose name operators leave out.
+    """
+    taken: dict[tuple[str, bool], float] = defaultdict(float)
+    for one in operators:
+        if one.device != "cpu":
+            taken[one.module, one.phase == "backward"] += one.ms
+    names = {name: format_name(name, alone=alone) for name in own}
+    return {name: OwnTime(taken[names[name], False], taken[names[name], True], own[name].calls) for name in own}
+
+
+def with_compiled(
+    own: Mapping[ModuleName, OwnTime], operators: Sequence[OperatorTime], inside: Mapping[str, ModuleName]
+) -> dict[ModuleName, OwnTime]:
+    """Adds modules inside of compiled modules, with the times of their kernels; hooks can't time them.
+
+    Args:
+        own: clock times; the time of an added module is subtracted from that of the module around it.
+        inside: modules of compiled kernels, by the name that operators use.
+    """
+    found = dict(own)
+    for told, name in inside.items():
+        if name.is_part:
+            continue
+        forward, backward = (
+            sum(one.ms for one in operators if one.module == told and one.phase in phases)
+            for phases in (("forward", "loss"), ("backward",))
+        )
+        seen = own.get(name, OwnTime(0.0, 0.0, 0.0))
+        around = next((above for above in enclosing_names(name) if above in own and name not in own), None)
+        calls = own[around].calls if around is not None else 1.0
+        found[name] = OwnTime(max(forward, seen.forward_ms), max(backward, seen.backward_ms), max(calls, seen.calls))
+        if around is not None:
+            left = found[around]
+            less = max(0.0, left.forward_ms - forward), max(0.0, left.backward_ms - backward)
+            found[around] = OwnTime(*less, left.calls)
+    return found
+
+
+def with_shares(phases: Mapping[Phase, float], shares: Mapping[Phase, float]) -> dict[Phase, float]:
+    """Returns phases with `unattributed` time moved to the phases that have shares of it."""
+    found = dict(phases)
+    unknown = found.get("unattributed", 0.0)
+    for phase, share in shares.items():
+        found[phase] = found.get(phase, 0.0) + unknown * share
+        found["unattributed"] -= unknown * share
+    return found
+
+
+def with_fused(modules: Sequence[ModuleTime], fused: Mapping[str, list[str]]) -> list[ModuleTime]:
+    """Marks modules that share kernels with others."""
+    return [one.model_copy(update={"fused_with": fused[one.name]}) if fused.get(one.name) else one for one in modules]
+
+
+def _own_times(module: ModuleTime) -> Iterable[tuple[Phase, float]]:
+    if module.own_forward_ms is not None:
+        yield ("loss" if module.name == "(loss)" else "forward"), module.own_forward_ms
+    if module.own_backward_ms is not None:
+        yield "backward", module.own_backward_ms
+
+
+def with_counts(modules: Sequence[ModuleTime], operators: Sequence[OperatorTime]) -> list[ModuleTime]:
+    """Returns modules with the FLOPs and bytes of their operators, forward and backward, with submodules."""
+    return [_count_module(module, [one for one in operators if _is_inside(one, module.name)]) for module in modules]
+
+
+def _is_inside(operator: OperatorTime, module: str) -> bool:
+    if operator.phase not in ("forward", "loss", "backward"):
+        return False
+    if operator.module == module:
+        return True
+    return not operator.module.startswith("(") and (not module or operator.module.startswith(f"{module}."))
+
+
+def _count_module(module: ModuleTime, operators: Sequence[OperatorTime]) -> ModuleTime:
+    total = sum(one.ms for one in operators)
+    update: dict[str, float | None] = {}
+    for name in ("flops", "bytes"):
+        known = [one for one in operators if getattr(one, name) is not None]
+        if operators and sum(one.ms for one in known) >= _MIN_COUNTED_SHARE * total:
+            update[name] = sum(getattr(one, name) for one in known)
+    return module.model_copy(update=update)

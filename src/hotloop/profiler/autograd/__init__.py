@@ -1,1 +1,0 @@
-"""Costs of a script's use of autograd: unused gradients, repeated forward passes."""

@@ -1,1 +1,0 @@
-"""The profiler session: which steps are recorded, and how."""
