@@ -20,7 +20,7 @@ from hotloop.profiler.script import profile_script
 from hotloop.profiler.summary import summarize
 from hotloop.profiler.timers.plain_python import PlainLineSampler
 from hotloop.scripts import script_process as host
-from hotloop.scripts.import_hook import ImportHook
+from hotloop.scripts.child import ImportHook
 
 SCRIPTS = Path(__file__).parents[1] / "support/scripts"
 

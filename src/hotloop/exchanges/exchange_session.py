@@ -27,8 +27,7 @@ from hotloop.exchanges.part import Part
 from hotloop.exchanges.update_hook import UpdateHook
 from hotloop.exchanges.windows.step_windows import StepWindows
 from hotloop.exchanges.workers.worker_exchange import WorkerExchange
-from hotloop.scripts.child import write_result
-from hotloop.scripts.traceback_frames import leave_out_our_frames, raise_signal_error
+from hotloop.scripts.child import leave_out_our_frames, raise_signal_error, write_result
 
 _WRITE_INTERVAL_S = 30.0
 """Seconds between two writes of the facts, for scripts that are killed."""

@@ -26,7 +26,7 @@ from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison, Part
 from hotloop.exchanges.sample_table import SampleTable, StaleSample, TableRefusal, describe_dataset
 from hotloop.profiler.base.transparency import hide_from_warnings
-from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
+from hotloop.scripts.child import raise_signal_error, strip_own_frames
 
 MakePart = Callable[[str, str, Sequence[str]], Part]
 

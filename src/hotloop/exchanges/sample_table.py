@@ -21,7 +21,7 @@ from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.data.dataset_changes import dataset_summary, names_in_sample_code, reachable_values, unchecked_part
 from hotloop.errors import describe_error
 from hotloop.exchanges.dataset_watch import DatasetWatch
-from hotloop.scripts.traceback_frames import raise_signal_error
+from hotloop.scripts.child import raise_signal_error
 
 _MAX_MEMORY_SHARE = 0.25
 """Largest share of the free memory for the table."""

@@ -13,7 +13,7 @@ from hotloop.core.tensor_distance import difference_norm
 from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison
 from hotloop.margins import TYPICAL_LIMIT
-from hotloop.scripts.traceback_frames import raise_signal_error
+from hotloop.scripts.child import raise_signal_error
 
 Tensors = list[Tensor | None]
 """Parameters, gradients or one kind of state, in the same order."""

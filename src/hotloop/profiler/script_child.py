@@ -15,9 +15,7 @@ from typing import Any
 
 from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.timers.plain_python import PlainLineSampler, PlainProfiler, fit_lines_to_functions
-from hotloop.scripts.child import hide_stops, write_result
-from hotloop.scripts.import_hook import ImportHook, imports_from
-from hotloop.scripts.traceback_frames import leave_out_our_frames
+from hotloop.scripts.child import ImportHook, hide_stops, imports_from, leave_out_our_frames, write_result
 
 
 def wait_for_torch(settings: dict[str, Any]) -> None:

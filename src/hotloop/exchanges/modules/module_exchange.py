@@ -20,7 +20,7 @@ from hotloop.exchanges.modules.module_site import ModuleSite
 from hotloop.exchanges.part import Part
 from hotloop.profiler.base.tensor_facts import has_gradient
 from hotloop.profiler.base.transparency import hide_from_compiler, hide_from_warnings
-from hotloop.scripts.traceback_frames import strip_own_frames
+from hotloop.scripts.child import strip_own_frames
 
 MakePart = Callable[[str, str, Sequence[str]], Part]
 

@@ -36,7 +36,7 @@ from hotloop.exchanges.modules.module_verdict import ModuleErrors
 from hotloop.exchanges.part import RECHECK_CALLS, Part
 from hotloop.exchanges.windows.paired_times import Seconds
 from hotloop.profiler.base.transparency import hide_from_compiler
-from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
+from hotloop.scripts.child import raise_signal_error, strip_own_frames
 
 _KNOWN_CALLS, _LEAST_SHARE = 10, 0.6
 """Calls after which the most frequent kind of call is known, and its least share."""

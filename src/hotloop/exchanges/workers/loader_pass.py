@@ -14,7 +14,7 @@ from hotloop.exchanges.workers.batch_order import BatchOrder
 from hotloop.exchanges.workers.fetch_pool import FetchPool, WatchedBatches
 from hotloop.exchanges.workers.worker_limits import why_unfit_data
 from hotloop.exchanges.workers.worker_site import WorkerSite
-from hotloop.scripts.traceback_frames import raise_signal_error
+from hotloop.scripts.child import raise_signal_error
 
 
 class LoaderPass:

@@ -21,7 +21,7 @@ from hotloop.exchanges.workers.fetch_pool import abandon_pools
 from hotloop.exchanges.workers.loader_pass import LoaderPass
 from hotloop.exchanges.workers.worker_site import MakePart, WorkerSite
 from hotloop.profiler.base.transparency import hide_from_warnings
-from hotloop.scripts.traceback_frames import strip_own_frames
+from hotloop.scripts.child import strip_own_frames
 
 _MAX_SITES = 32
 

@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 from typing import Any, cast
 
 from hotloop.profiler.base.call_sites import CallSites, is_library
-from hotloop.scripts.import_hook import ImportHook
+from hotloop.scripts.child import ImportHook
 
 _INTERVAL_S = 0.004
 _SWITCH_S = 0.0002
