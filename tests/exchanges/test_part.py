@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from hotloop.exchanges import exchange_cache
+from hotloop.exchanges import exchange_cache, races
 from hotloop.exchanges import part as part_module
 from hotloop.exchanges.exchange_cache import Decisions
 from hotloop.exchanges.part import CallComparison, Part
-from hotloop.exchanges.windows import paired_times
 from hotloop.tuning.races.statistics import Ratio
 from tests.exchanges.conftest import set_clocks
 
@@ -169,7 +168,7 @@ def test_a_gain_in_wall_time_alone_is_none(monkeypatch: pytest.MonkeyPatch, chan
 
 def test_a_result_of_a_busy_machine_has_no_interval(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:
     calls, part = Calls(monkeypatch), part_of(changes)
-    monkeypatch.setattr(paired_times.PairedTimes, "was_busy", lambda times: True)
+    monkeypatch.setattr(races.PairedTimes, "was_busy", lambda times: True)
     calls.make(part, 30)
     record = part.as_record(used=True)
     assert part.stage == "use" and record["was_busy"] and record["ratio"]["low"] is None

@@ -39,6 +39,7 @@ from hotloop.data.dataset_changes import (
     PLAIN,
     attribute_values,
     function_of,
+    function_parts,
     is_library_object,
     named_globals,
     small_content,
@@ -145,17 +146,8 @@ def _parts_of_code(value: Any) -> Iterator[Any]:
             if not name.startswith(("__", "_abc_")) or isinstance(part, FunctionType)
         )
     elif isinstance(value, FunctionType):
-        yield from _parts_of_function(value)
-
-
-def _parts_of_function(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # the cell is still empty
-            continue
-    yield from (function.__defaults__, function.__kwdefaults__, vars(function))
-    yield from (value for value in named_globals(function) if not isinstance(value, ModuleType))
+        yield from function_parts(value)
+        yield from (part for part in named_globals(value) if not isinstance(part, ModuleType))
 
 
 def _is_library_code(value: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hotloop.core.tensor_distance import difference_norm
+from hotloop.data.batch_difference import raw_bytes
 from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison
 from hotloop.margins import TYPICAL_LIMIT
@@ -149,8 +150,4 @@ def _are_bitwise_equal(some: Sequence[Tensors], others: Sequence[Tensors]) -> bo
 def _has_same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(_raw_bytes(a), _raw_bytes(b))
-
-
-def _raw_bytes(value: Tensor) -> Tensor:
-    return value.detach().contiguous().flatten().view(torch.uint8)
+    return raw_bytes(a.detach()).equal(raw_bytes(b.detach()))

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from hotloop.exchanges.options import option_races, process_options
-from hotloop.exchanges.options.option_races import OptionPart, OptionRaces
-from hotloop.exchanges.options.process_options import ProcessOption
-from hotloop.exchanges.windows.paired_times import Seconds
-from hotloop.exchanges.windows.step_times import TimedStep
+from hotloop.exchanges import options
+from hotloop.exchanges.options import OptionPart, OptionRaces, ProcessOption
+from hotloop.exchanges.races import Seconds, TimedStep
 from hotloop.tuning.races.statistics import Ratio
 from tests.exchanges.conftest import set_clocks
 
@@ -135,7 +133,7 @@ def test_freed_memory_returns_if_little_is_left(monkeypatch: pytest.MonkeyPatch)
     part = part_of(machine.option("allocator"))
     races = OptionRaces([part])
     train(races, machine)
-    monkeypatch.setattr(option_races.psutil, "virtual_memory", lambda: SimpleNamespace(available=5, total=100))
+    monkeypatch.setattr(options.psutil, "virtual_memory", lambda: SimpleNamespace(available=5, total=100))
     races.check_memory()
     assert not machine.on["allocator"] and part.stage == "off" and "less than a tenth" in part.notes[0]
 
@@ -158,7 +156,7 @@ def threads() -> Any:
 
 def named(monkeypatch: pytest.MonkeyPatch, **how: bool) -> dict[str, ProcessOption]:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    return {option.name: option for option in process_options.process_options(**{"exact": False, **how})}
+    return {option.name: option for option in options.process_options(**{"exact": False, **how})}
 
 
 def test_threads_are_the_scripts_own_choice(monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
@@ -174,7 +172,7 @@ def test_threads_are_the_scripts_own_choice(monkeypatch: pytest.MonkeyPatch, thr
     option.switch(False)
     assert torch.get_num_threads() == 5 and "the script sets" in option.conflict()
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert "threads" not in {one.name for one in process_options.process_options(exact=False, accepts_reduced=False)}
+    assert "threads" not in {one.name for one in options.process_options(exact=False, accepts_reduced=False)}
 
 
 def test_exact_allows_bitwise_options_only(monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
@@ -228,8 +226,8 @@ def test_real_options_keep_their_stage_through_races_and_windows(
 
 def test_reduced_precision_needs_the_users_word_and_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     name, capabilities = "products of fp32 numbers", {"avx512_bf16": True}
-    monkeypatch.setattr(process_options.torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(process_options.torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(options.torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(options.torch.cpu, "get_capabilities", lambda: capabilities)
     assert name not in named(monkeypatch, accepts_reduced=False)
     option = named(monkeypatch, accepts_reduced=True)[name]
     assert option.proof == "reduced-precision" and option.conflict() == ""

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from hotloop.core.hardware.machine import find_compiler
 from hotloop.core.tensor_distance import difference_norm
 from hotloop.data.dataset_changes import reachable_values, value_summary
-from hotloop.errors import describe_error
-from hotloop.exchanges.modules.module_call import RecordedCall
+from hotloop.exchanges.module_call import RecordedCall
+from hotloop.exchanges.part import first_line
 from hotloop.lowering.compile.dynamo_backend import NO_COMPILER
 from hotloop.parity.comparison import FLOAT32_UNIT
 
@@ -260,10 +260,3 @@ def _measure(call: RecordedCall, compiled: Callable[..., Any]) -> dict[str, Any]
             times[is_exchanged].append(time.perf_counter() - began)
     own, exchanged = statistics.median(times[False]), statistics.median(times[True])
     return {"own_s": own, "ratio": own / exchanged}
-
-
-def first_line(error: BaseException) -> str:
-    """Returns an error's kind and the first line of its text; of a compiler's error the cause."""
-    while (inside := getattr(error, "inner_exception", None)) is not None:
-        error = inside
-    return describe_error(error).splitlines()[0][:200]
