@@ -242,7 +242,7 @@ def _regression(evaluation: Evaluation) -> list[Block]:
 
 
 def _confusion(evaluation: Evaluation) -> list[Block]:
-    from hotloop.report.confusion import confusion_figure, most_frequent
+    from hotloop.report.evaluation import confusion_figure, most_frequent
 
     worst = "; ".join(f"{one.true} taken for {one.predicted} {one.samples} times" for one in most_frequent(evaluation))
     shown = figure_of(
