@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hotloop.core.files.run_folder import StoredRun
-from hotloop.report.profile_charts import write_charts
+from hotloop.report.profile import write_charts
 from hotloop.report.run_comparison import compare_runs, comparison_report
 from hotloop.report.run_report import document_report, run_report
 from hotloop.report.study import write_study

@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from hotloop.core.files.run_folder import StoredRun, find_runs, is_alive, read_status
 from hotloop.errors import HotloopError, RunError, describe_error
-from hotloop.report.report_page import plotly_script, render
+from hotloop.report.blocks import plotly_script, render
 from hotloop.report.run_curves import overlaid_figures, run_figures
 from hotloop.report.run_list import run_row
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
 
 from hotloop.core.format import format_flops, format_milliseconds, format_percent, format_time
 from hotloop.core.records.profile import Profile, Remedy
-from hotloop.core.records.profile_terms import Phase
 from hotloop.core.records.race import Parity, Timing, Verdict
 from hotloop.core.records.training import Evaluation
-from hotloop.report.profile import COLOURS as PHASE_COLOURS
-from hotloop.report.profile import headline
+from hotloop.report.blocks import Block, Section, facts, figure_of, figures, heading, lines, table, text, tiles
+from hotloop.report.profile import headline, modules_figure, phases_figure
 from hotloop.report.race import winner_sentence
-from hotloop.report.report_page import Block, Section, facts, figure_of, figures, heading, lines, table, text, tiles
 from hotloop.report.run_curves import COLOURS
 
 _MAX_MODULES = 60
@@ -35,17 +32,12 @@ def _profile_blocks(profile: Profile) -> Iterator[Block]:
         yield text(f"Bound by {profile.bound}.")
     yield from lines([*profile.bound_evidence, *profile.notes, *filter(None, [profile.busy, profile.stopped])])
     if profile.phases:
-        yield from figures([_phases_figure(profile)], "low")
+        yield from figures([phases_figure(profile)], "low")
     yield from _remedies("Remedies", profile.remedies)
     yield from _remedies("To be measured", profile.candidates)
     yield from lines(profile.advice)
     if profile.modules:
-        from hotloop.report.profile_charts import modules_figure
-
-        shown = figure_of(
-            modules_figure(profile), "Time of each module, forward and backward", "Tree of modules by time"
-        )
-        yield from figures([shown], "tall")
+        yield from figures([modules_figure(profile)], "tall")
         rows = sorted(profile.modules, key=lambda one: -one.share)[:_MAX_MODULES]
         yield table(
             "Modules by time",
@@ -76,53 +68,32 @@ def _profile_blocks(profile: Profile) -> Iterator[Block]:
         )
 
 
-def _remedies(title: str, remedies: Sequence[Remedy]) -> Iterator[Block]:
-    if not remedies:
-        return
-    yield heading(title)
+def _remedies(title: str, remedies: Sequence[Remedy]) -> list[Block]:
+    return [heading(title), remedies_table(title, remedies)] if remedies else []
+
+
+def remedies_table(title: str, remedies: Sequence[Remedy]) -> Block:
     rows = [(one.cause, one.where, one.remedy, format_percent(one.gain), one.evidence) for one in remedies]
-    yield table(title, ("cause", "where", "remedy", "at most", "evidence"), rows, numbers=(3,))
-
-
-def _phases_figure(profile: Profile) -> dict[str, Any]:
-    phases = [(phase, profile.phases[phase]) for phase in get_args(Phase) if phase in profile.phases]
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "x": [ms],
-            "y": ["step"],
-            "name": f"{phase} {format_time(ms)}",
-            "marker": {"color": PHASE_COLOURS[phase]},
-            "hovertemplate": f"{phase}: {format_time(ms)}<extra></extra>",
-        }
-        for phase, ms in phases
-    ]
-    layout = {
-        "barmode": "stack",
-        "xaxis": {"title": {"text": "milliseconds"}},
-        "yaxis": {"showticklabels": False},
-        "legend": {"orientation": "h", "y": -0.5, "traceorder": "normal"},
-        "margin": {"l": 10, "r": 10, "t": 5, "b": 40},
-    }
-    label = "Phases of a step: " + ", ".join(f"{phase} {format_time(ms)}" for phase, ms in phases)
-    return {"title": "Where a step's time goes", "label": label, "data": data, "layout": layout}
+    return table(title, ("cause", "where", "remedy", "at most", "evidence"), rows, numbers=(3,))
 
 
 def race_section(verdict: Verdict) -> Section:
     """Returns the plans' speeds with their intervals, and why the winner won."""
-    rows = [_race_row(timing, verdict) for timing in verdict.plans]
-    shown = table(
+    reasons = [f"{timing.name}: {timing.parity_reason}" for timing in verdict.plans if timing.parity_reason]
+    failures = [f"{timing.name}: {timing.failure}" for timing in verdict.plans if timing.failure]
+    blocks = [text(winner_sentence(verdict)), *race_figures(verdict), plans_table(verdict)]
+    return Section("race", "Race", [*blocks, *lines([*reasons, *failures, *verdict.remarks])])
+
+
+def plans_table(verdict: Verdict) -> Block:
+    """Returns a row for each plan."""
+    return table(
         "Plans",
         ("plan", "step", "times as fast", "99 % interval", "proof", "verdict"),
-        rows,
+        [_race_row(timing, verdict) for timing in verdict.plans],
         numbers=(1, 2, 3),
         marked=[number for number, timing in enumerate(verdict.plans) if timing.name == verdict.winner],
     )
-    reasons = [f"{timing.name}: {timing.parity_reason}" for timing in verdict.plans if timing.parity_reason]
-    failures = [f"{timing.name}: {timing.failure}" for timing in verdict.plans if timing.failure]
-    blocks = [text(winner_sentence(verdict)), *race_figures(verdict), shown]
-    return Section("race", "Race", [*blocks, *lines([*reasons, *failures, *verdict.remarks])])
 
 
 def race_figures(verdict: Verdict) -> list[Block]:

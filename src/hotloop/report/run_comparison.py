@@ -11,13 +11,11 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median, variance
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from hotloop.core.files.run_folder import StoredRun
-from hotloop.report.report_page import Block, Section, figures, lines, render, table, text
+from hotloop.report.blocks import Block, Section, figures, lines, render, table, terminal_table, text
 from hotloop.report.run_curves import overlaid_figures
 
 MIN_SEEDS = 3
@@ -244,7 +242,7 @@ def comparison_tables(comparison: Comparison) -> RenderableType:
         names = [Text(f"{number}: {name}") for name, number in numbers.items()]
         groups = [replace(group, runs=[numbers[name] for name in group.runs]) for group in comparison.groups]
         comparison = replace(comparison, names=list(numbers.values()), groups=groups)
-    shown = [_rich(block) for block in _tables(comparison) if block["rows"]]
+    shown = [terminal_table(block) for block in _tables(comparison) if block["rows"]]
     return Group(*names, *shown, *(Text(line) for line in comparison_lines(comparison)))
 
 
@@ -348,12 +346,3 @@ def _mean(values: Sequence[float]) -> str:
 
 def _setting(value: Any) -> str:
     return "-" if value is None else str(value)
-
-
-def _rich(block: Block) -> RenderableType:
-    shown = Table(title=block["caption"], title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(block["columns"]):
-        shown.add_column(Text(column), justify="right" if number in block["numbers"] else "left", overflow="fold")
-    for row in block["rows"]:
-        shown.add_row(*(Text(cell) for cell in row))
-    return shown

@@ -20,9 +20,9 @@ from hotloop.core.records.profile import Profile
 from hotloop.core.records.race import Parity, Verdict
 from hotloop.core.records.training import Evaluation
 from hotloop.errors import HotloopError, RunError
+from hotloop.report.blocks import Block, Section, details, facts, figures, lines, render, table, text, tiles
 from hotloop.report.progress import format_duration
 from hotloop.report.record_sections import evaluation_section, profile_section, proof_section, race_section
-from hotloop.report.report_page import Block, Section, details, facts, figures, lines, render, table, text, tiles
 from hotloop.report.run_curves import run_figures
 
 Document = Profile | Verdict | Parity | Evaluation

@@ -18,7 +18,7 @@ from rich.text import Text
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.format import format_figure, format_percent
 from hotloop.core.records.study import StudyResult, TrialRecord, Value
-from hotloop.report.report_page import Block, Section, facts, figure_of, figures, lines, render, table, text, tiles
+from hotloop.report.blocks import Block, Section, facts, figure_of, figures, lines, render, table, text, tiles
 
 _MAX_ROWS = 50
 _CONTOUR_PARAMS = 3

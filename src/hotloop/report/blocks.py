@@ -1,4 +1,7 @@
-"""Renders pages with Jinja2 templates: one HTML file with its own script, style and figures."""
+"""What a page, a terminal and a notebook show of a record: blocks of text, tables and figures; and pages of HTML.
+
+A page is one file with its own script, style and figures, by Jinja2 templates.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from hotloop import __version__
 
@@ -90,6 +96,16 @@ def figure_of(plotly_figure: Any, title: str, label: str) -> dict[str, Any]:
         if key not in ("template", "title", "margin", "font", "height", "width", "plot_bgcolor", "paper_bgcolor")
     }
     return {"title": title, "label": label, "data": document["data"], "layout": layout}
+
+
+def terminal_table(block: Block) -> Table:
+    """Returns a table block for a terminal."""
+    shown = Table(title=block["caption"], title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(block["columns"]):
+        shown.add_column(Text(column), justify="right" if number in block["numbers"] else "left", overflow="fold")
+    for row in block["rows"]:
+        shown.add_row(*(Text(cell) for cell in row))
+    return shown
 
 
 def render(template: str, sections: Sequence[Section] = (), **values: Any) -> str:
