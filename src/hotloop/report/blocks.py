@@ -131,6 +131,22 @@ def render(template: str, sections: Sequence[Section] = (), **values: Any) -> st
     )
 
 
+def report_page(
+    sections: Sequence[Section],
+    heading: str,
+    subtitle: str,
+    *,
+    title: str | None = None,
+    state: str = "",
+    failure: dict[str, str] | None = None,
+    next_step: dict[str, str] | None = None,
+    damages: Sequence[str] = (),
+) -> str:
+    """Returns the HTML of a page with sections below a heading."""
+    head: dict[str, Any] = dict(title=title or heading, heading=heading, subtitle=subtitle, state=state)
+    return render("report.html.j2", sections, **head, failure=failure, next_step=next_step, damages=damages)
+
+
 def script_json(value: Any) -> str:
     """Returns JSON that can stand in a script element: no text in it can end the element."""
     written = json.dumps(value, allow_nan=False, separators=(",", ":"))

@@ -15,6 +15,7 @@ from plotly.offline import get_plotlyjs
 from hotloop.core.files.atomic_files import write_atomic
 
 INK = "#1f2933"
+LINE_COLOURS = ("#3566b8", "#d9622b", "#2a9d6f", "#8a4fbf", "#b8860b", "#616e7c")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 _PAGE = """\

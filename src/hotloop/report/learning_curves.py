@@ -14,6 +14,7 @@ from hotloop.core.callback import View
 from hotloop.core.files.run_folder import StoredRun
 from hotloop.core.records.study import LearningRateRange
 from hotloop.report.html import SCRIPT, log_axis, style_figure, write_page
+from hotloop.report.run_curves import epoch_metrics
 
 _COLOURS = {"train": "#3566b8", "validation": "#d9622b"}
 
@@ -24,7 +25,7 @@ def curves_figure(epochs: Sequence[dict[str, Any]], best: tuple[str, int] | None
     Args:
         best: the monitored figure and its best epoch, which gets a star.
     """
-    metrics = _metrics(epochs)
+    metrics = epoch_metrics(epochs)
     rates = [(row["epoch"], row["learning_rate"]) for row in epochs if row.get("learning_rate") is not None]
     is_scheduled = len({rate for _, rate in rates}) > 1
     titles = [escape(metric) for metric in metrics] + ["learning rate"] * is_scheduled
@@ -65,16 +66,6 @@ def _mark_best(
     star = {"symbol": "star", "size": 14, "color": "#2a9d6f"}
     trace = go.Scatter(x=[best[1]], y=[value], mode="markers", marker=star, name=f"best: epoch {best[1]}")
     figure.add_trace(trace, row=1, col=column)
-
-
-def _metrics(epochs: Sequence[dict[str, Any]]) -> list[str]:
-    names = {
-        key.split("_", 1)[1]
-        for row in epochs
-        for key, value in row.items()
-        if key.startswith(("train_", "validation_")) and value is not None
-    }
-    return sorted(names, key=lambda name: (name != "loss", name))
 
 
 def write_curves(

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from hotloop.core.files.run_folder import StoredRun
-from hotloop.report.blocks import Block, Section, figures, lines, render, table, terminal_table, text
+from hotloop.report.blocks import Block, Section, figures, lines, report_page, table, terminal_table, text
 from hotloop.report.run_curves import overlaid_figures
 
 MIN_SEEDS = 3
@@ -256,13 +256,8 @@ def comparison_report(comparison: Comparison, runs: Sequence[StoredRun]) -> str:
         Section("groups", "Groups", [groups, differences, *lines(comparison_lines(comparison))]),
         Section("curves", "Curves", figures(overlaid_figures(runs, numbered, 600)) or [text("No figures yet.")]),
     ]
-    values: dict[str, Any] = dict(state="", failure=None, next_step=None)
-    heading = f"Comparison of {len(runs)} runs"
     damages = [damage for run in runs for damage in run.damages]
-    subtitle = ", ".join(comparison.names)
-    return render(
-        "report.html.j2", sections, title=heading, heading=heading, subtitle=subtitle, damages=damages, **values
-    )
+    return report_page(sections, f"Comparison of {len(runs)} runs", ", ".join(comparison.names), damages=damages)
 
 
 def _tables(comparison: Comparison) -> tuple[Block, Block, Block, Block]:

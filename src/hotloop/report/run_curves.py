@@ -62,15 +62,19 @@ def overlaid_figures(runs: Sequence[StoredRun], names: Sequence[str], max_points
 
 def metric_names(runs: Iterable[StoredRun]) -> list[str]:
     """Returns the names of metrics without `train_` or `validation_`, the loss first."""
+    names = epoch_metrics(row for run in runs for row in run.epochs)
+    is_complete = "loss" in names or not any(row.get("loss") is not None for run in runs for row in run.progress)
+    return names if is_complete else ["loss", *names]
+
+
+def epoch_metrics(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Returns the names of metrics in the rows of epochs, the loss first."""
     names = {
         key.split("_", 1)[1]
-        for run in runs
-        for row in run.epochs
+        for row in rows
         for key, value in row.items()
         if key.startswith(("train_", "validation_")) and value is not None
     }
-    if any(row.get("loss") is not None for run in runs for row in run.progress):
-        names.add("loss")
     return sorted(names, key=lambda name: (name != "loss", name))
 
 
