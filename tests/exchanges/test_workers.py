@@ -29,9 +29,9 @@ from torch.utils.data import (
 )
 
 from hotloop.core.random.rng import generator_states
+from hotloop.data.batch_difference import batch_difference
 from hotloop.exchanges import part as part_module
 from hotloop.exchanges import workers as workers_module
-from hotloop.exchanges.workers import difference
 
 SCRIPTS = Path(__file__).parents[1] / "support/scripts"
 
@@ -95,7 +95,7 @@ def assert_same(workers: Any, make: Callable[[], DataLoader], epochs: int = 3) -
     own = list(steps(make(), epochs))
     assert workers.fetched == fetched and len(found) == len(own)
     for (batch, states), (own_batch, own_states) in zip(found, own, strict=True):
-        assert not difference(own_batch, batch) and states == own_states
+        assert not batch_difference(own_batch, batch) and states == own_states
 
 
 def sampler_options(name: str, dataset: Any) -> dict[str, Any]:
@@ -176,7 +176,9 @@ def test_windows_without_exchanges_use_no_workers(workers) -> None:
     found = list(steps(DataLoader(dataset, batch_size=8, shuffle=True), 1, switch))
     workers.leave()
     own = list(steps(DataLoader(dataset, batch_size=8, shuffle=True), 1))
-    assert all(not difference(one[0], other[0]) and one[1] == other[1] for one, other in zip(found, own, strict=True))
+    assert all(
+        not batch_difference(one[0], other[0]) and one[1] == other[1] for one, other in zip(found, own, strict=True)
+    )
     assert counts[19] == counts[12] < counts[28] > 0
 
 
@@ -367,7 +369,7 @@ def test_a_data_set_that_workers_can_not_read_is_refused(workers, kind: Callable
     own, *own_counts = outcome()
     assert counts == own_counts
     for (batch, states), (own_batch, own_states) in zip(exchanged, own, strict=True):
-        assert not difference(own_batch, batch) and states == own_states
+        assert not batch_difference(own_batch, batch) and states == own_states
 
 
 def test_a_draw_at_the_500th_sample_ends_the_use_before_it(workers) -> None:
@@ -434,7 +436,7 @@ def test_a_change_by_the_script_is_seen_in_the_next_batch(workers, change: Calla
     exchanged = found()
     assert workers.fetched > 20 and workers.part.stage == "use"
     workers.leave()
-    assert all(not difference(own, one) for own, one in zip(found(), exchanged, strict=True))
+    assert all(not batch_difference(own, one) for own, one in zip(found(), exchanged, strict=True))
 
 
 def test_a_change_at_each_batch_ends_the_use(workers) -> None:

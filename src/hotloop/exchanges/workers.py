@@ -42,7 +42,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from hotloop.core.patches import Patches
 from hotloop.core.processes import end_with_parent
 from hotloop.core.random.rng import generator_states
-from hotloop.data.batch_difference import batch_leaves, raw_bytes
+from hotloop.data.batch_difference import batch_difference, batch_leaves
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.data.dataset_changes import names_in_sample_code
 from hotloop.exchanges.dataset_watch import DatasetWatch
@@ -317,7 +317,7 @@ def _copy(batch: Any) -> Any:
 def _compare(own: Callable[[], Any], batch: Any) -> tuple[Any, CallComparison]:
     """Returns the batch of the script's own process, and whether the worker's has the same bits."""
     mine = own()
-    wrong = difference(mine, batch)
+    wrong = batch_difference(batch, mine)
     numbers = sum(value.numel() for value in tree_tensors(mine))
     return mine, CallComparison(not wrong, numbers, wrong and f"a worker's batch differs: {wrong}")
 
@@ -519,7 +519,7 @@ class WatchedBatches(Dataset):
             wrong = why_unfit_batch(batch)
             if self._twice and not wrong:
                 self._twice -= 1
-                wrong = "a sample differs when it is read again" if difference(batch, self._fetch(rows)) else ""
+                wrong = "a sample differs when it is read again" if batch_difference(batch, self._fetch(rows)) else ""
             if generator_states() != states:
                 wrong = DRAWS
             elif self._watch.has_changed():
@@ -716,33 +716,9 @@ def why_unfit_batch(batch: Any) -> str:
     return ""
 
 
-def difference(one: Any, other: Any) -> str:
-    """Returns where two fit batches differ in form, strides or bits; empty if they are equal."""
-    mine, others = list(batch_leaves(one)), list(batch_leaves(other))
-    if _form(one) != _form(other) or [path for path, _ in mine] != [path for path, _ in others]:
-        return "they have other containers"
-    for (path, a), (_, b) in zip(mine, others, strict=True):
-        if type(a) is not type(b):
-            return f"{path} has another type"
-        if not isinstance(a, Tensor):
-            if repr(a) != repr(b):
-                return f"{path} has another value"
-        elif (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()):
-            return f"{path} has another dtype, shape or strides"
-        elif not raw_bytes(a).equal(raw_bytes(b)):
-            return f"{path} holds other values"
-    return ""
-
-
 def _has_plain_containers(tree: Any) -> bool:
     if type(tree) is dict:
         return all(type(key) in (str, int) for key in tree) and all(map(_has_plain_containers, tree.values()))
     if type(tree) in (list, tuple):
         return all(map(_has_plain_containers, tree))
     return not isinstance(tree, Mapping | list | tuple)
-
-
-def _form(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return dict, [(key, _form(item)) for key, item in tree.items()]
-    return (type(tree), [_form(item) for item in tree]) if isinstance(tree, list | tuple) else None

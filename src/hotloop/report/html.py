@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -84,14 +84,10 @@ def log_axis(values: Iterable[float]) -> dict[str, Any]:
     return {"type": "log", "tickvals": ticks, "ticktext": texts}
 
 
-def write_figures(
-    path: Path,
-    title: str,
-    figures: Sequence[go.Figure],
-    option: str | None = None,
-    shared_script: Path | None = None,
+def write_page(
+    path: Path, title: str, figure: go.Figure, option: str | None = None, shared_script: Path | None = None
 ) -> None:
-    """Writes figures below each other as one page for any browser, also offline; errors name the command's `option`.
+    """Writes a figure as a page for any browser, also offline; errors name the command's `option`.
 
     A figure without a height fills the window.
 
@@ -105,17 +101,5 @@ def write_figures(
         if not shared_script.is_file() or shared_script.stat().st_size != len(script):
             write_atomic(shared_script, script, option)
         source = Path(os.path.relpath(shared_script, path.parent)).as_posix()
-    options: dict[str, Any] = {"full_html": False, "config": CONFIG, "default_height": "calc(100vh - 2rem)"}
-    drawn = [
-        figure.to_html(include_plotlyjs=source if number == 0 else False, **options)
-        for number, figure in enumerate(figures)
-    ]
-    page = _PAGE.format(title=escape(title), font=FONT, ink=INK, figure="\n".join(drawn))
-    write_atomic(path, page, option)
-
-
-def write_page(
-    path: Path, title: str, figure: go.Figure, option: str | None = None, shared_script: Path | None = None
-) -> None:
-    """Writes one figure as a page; see `write_figures`."""
-    write_figures(path, title, [figure], option, shared_script)
+    drawn = figure.to_html(include_plotlyjs=source, full_html=False, config=CONFIG, default_height="calc(100vh - 2rem)")
+    write_atomic(path, _PAGE.format(title=escape(title), font=FONT, ink=INK, figure=drawn), option)
