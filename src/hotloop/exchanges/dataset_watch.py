@@ -101,13 +101,11 @@ class DatasetWatch:
 
     def has_changed(self) -> bool:
         """Whether an object was changed or replaced since."""
-        return any(
-            _is_other(parts, _parts(value)) or content != _content(value) for value, parts, content in self._known
-        )
-
-
-def _is_other(parts: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    return len(parts) != len(now) or not all(map(operator.is_, parts, now))
+        for value, parts, content in self._known:
+            now = _parts(value)
+            if len(parts) != len(now) or not all(map(operator.is_, parts, now)) or content != _content(value):
+                return True
+        return False
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
@@ -137,7 +135,7 @@ def _parts_of_code(value: Any) -> Iterator[Any]:
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, DESCRIPTORS):
         yield function_of(value)
-    elif _is_library_code(value):
+    elif is_library_object(value) or str(getattr(value, "__module__", "")).partition(".")[0] in sys.stdlib_module_names:
         return
     elif isinstance(value, type):
         yield from (
@@ -148,12 +146,6 @@ def _parts_of_code(value: Any) -> Iterator[Any]:
     elif isinstance(value, FunctionType):
         yield from function_parts(value)
         yield from (part for part in named_globals(value) if not isinstance(part, ModuleType))
-
-
-def _is_library_code(value: Any) -> bool:
-    return (
-        is_library_object(value) or str(getattr(value, "__module__", "")).partition(".")[0] in sys.stdlib_module_names
-    )
 
 
 def _content(value: Any) -> Any:

@@ -375,19 +375,16 @@ class OptionRaces:
                 if part.name == "allocator" and part.stage == "use":
                     part.take_back("less than a tenth of the memory is free")
 
-    @property
-    def _usual_faults(self) -> float:
-        """Page faults of a usual step; the first steps have more, in which the heap grows."""
-        return statistics.median(after - before for before, after in itertools.pairwise(self._faults))
-
     def _begin(self, step_s: float) -> bool:
         """Begins the next race; an option that an earlier run proved faster needs none."""
+        # Of a usual step: the first steps have more page faults, in which the heap grows.
+        faults = statistics.median(after - before for before, after in itertools.pairwise(self._faults))
         for part in self._parts:
             if part.stage not in ("proof", "race"):
                 continue
             if why := part.option.conflict():
                 part.refuse(why)
-            elif why := part.option.without_gain(step_s, self._usual_faults):
+            elif why := part.option.without_gain(step_s, faults):
                 part.had_nothing_to_gain = True
                 part.refuse(why)
             elif why := part.option.unneeded(self._optimizers()):

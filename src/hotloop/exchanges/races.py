@@ -266,9 +266,10 @@ class WindowPairs(Alternation):
             return None
         self._steps.append(step)
         self._length_s += step.seconds.wall_s  # each step costs the same, in short windows of many steps as well
-        if not _is_enough(len(self._steps), self._length_s):
+        steps, length_s = len(self._steps), self._length_s
+        is_long = steps >= _MIN_STEPS and length_s >= _MIN_WINDOW_S
+        if not is_long and not (steps >= _SLOW_STEPS and length_s >= _SLOW_WINDOW_S):
             return None
-        length_s = self._length_s
         self._windows[self._order.pop()] = self._steps
         if self._order:
             self._switch(self._order[-1])
@@ -327,7 +328,3 @@ def _trimmed(values: list[float]) -> float:
     left_out = round(_TRIMMED * len(values))
     middle = sorted(values)[left_out : len(values) - left_out]
     return math.fsum(middle) / len(middle)
-
-
-def _is_enough(steps: int, seconds: float) -> bool:
-    return (steps >= _MIN_STEPS and seconds >= _MIN_WINDOW_S) or (steps >= _SLOW_STEPS and seconds >= _SLOW_WINDOW_S)

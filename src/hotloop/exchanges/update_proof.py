@@ -50,7 +50,8 @@ def compare_update(
         exchanged: the function of the exchange; None for `update`.
     """
     try:
-        if _bytes(lists) * _COPIES > psutil.virtual_memory().available:
+        size = sum(value.nbytes for tensors in lists for value in tensors if value is not None)
+        if size * _COPIES > psutil.virtual_memory().available:
             raise MemoryError("its proof needs more memory than is free")
         own, sample = _copies(lists, Tensor.clone), _sampler(lists)
         nudged, wide = (
@@ -115,10 +116,6 @@ def _widen(value: Tensor) -> Tensor:
     return value.to(torch.float64, copy=True)
 
 
-def _bytes(lists: Sequence[Tensors]) -> int:
-    return sum(value.nbytes for tensors in lists for value in tensors if value is not None)
-
-
 def _numbers(lists: Sequence[Tensors]) -> int:
     return sum(value.numel() for value in lists[0] if value is not None)
 
@@ -144,10 +141,9 @@ def _error_ratio(value: Tensor, exchanged: Tensor, nudged: Tensor, true: Tensor)
 
 def _are_bitwise_equal(some: Sequence[Tensors], others: Sequence[Tensors]) -> bool:
     pairs = ((a, b) for one, other in zip(some, others, strict=True) for a, b in zip(one, other, strict=True))
-    return all((a is None and b is None) or _has_same_bits(a, b) for a, b in pairs)
-
-
-def _has_same_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return raw_bytes(a.detach()).equal(raw_bytes(b.detach()))
+    return all(
+        a is b is None
+        if a is None or b is None
+        else a.shape == b.shape and a.dtype == b.dtype and raw_bytes(a.detach()).equal(raw_bytes(b.detach()))
+        for a, b in pairs
+    )
