@@ -109,7 +109,7 @@ def parity_page(parity: Parity) -> RenderableType:
     """Returns the class, the reason, and the tensors with the largest errors."""
     lines = [f"{parity.plan}: {parity.parity} ({_MEANING[parity.parity]})", f"  {parity.reason}"]
     if parity.convergence is not None:
-        lines.append(f"  {_describe_convergence(parity.convergence)}")
+        lines.append(f"  {describe_convergence(parity.convergence)}")
     shown: list[RenderableType] = [Text(line) for line in lines]
     if parity.errors and parity.parity not in ("bitwise", "unproven"):
         shown.append(_worst_tensors_table(parity))
@@ -127,7 +127,7 @@ def _worst_tensors_table(parity: Parity) -> Table:
     return table
 
 
-def _describe_convergence(convergence: Convergence) -> str:
+def describe_convergence(convergence: Convergence) -> str:
     outcome = "they end alike" if convergence.equivalent else "not shown to end alike"
     trained = f"{len(convergence.plan)} seeds trained for {convergence.epochs} epochs"
     if convergence.difference is None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 
 from hotloop.core.format import format_flops, format_milliseconds, format_percent, format_time
 from hotloop.core.records.profile import Profile, Remedy
 from hotloop.core.records.race import Parity, Timing, Verdict
 from hotloop.core.records.training import Evaluation
 from hotloop.report.blocks import Block, Section, facts, figure_of, figures, heading, lines, table, text, tiles
+from hotloop.report.plan import describe_convergence
 from hotloop.report.profile import headline, modules_figure, phases_figure
 from hotloop.report.race import winner_sentence
 from hotloop.report.run_curves import COLOURS
@@ -115,9 +117,12 @@ def race_figures(verdict: Verdict) -> list[Block]:
             "hovertemplate": "%{x:.3f} times as fast<extra></extra>",
         }
     ]
-    names = [_escaped(one.name) for one in timed]
+    names = [escape(one.name, quote=False) for one in timed]
     layout = {
-        "xaxis": {"title": {"text": f"times as fast as {_escaped(verdict.baseline)}"}, "rangemode": "tozero"},
+        "xaxis": {
+            "title": {"text": f"times as fast as {escape(verdict.baseline, quote=False)}"},
+            "rangemode": "tozero",
+        },
         "yaxis": {"tickvals": list(range(len(timed))), "ticktext": names, "autorange": "reversed"},
         "showlegend": False,
     }
@@ -146,7 +151,7 @@ def proof_section(proof: Parity) -> Section:
                 ("Compared states", f"{proof.states:,}"),
                 ("Steps of the free run", f"{proof.free_steps:,}"),
                 ("First wrong tensor", proof.first),
-                ("Convergence", _convergence_text(proof)),
+                ("Convergence", "" if proof.convergence is None else describe_convergence(proof.convergence)),
             ]
         ),
         *lines(proof.reductions),
@@ -155,13 +160,6 @@ def proof_section(proof: Parity) -> Section:
         columns = ("tensor", "name", "error", "noise floor", "error / floor")
         blocks.append(table("Largest errors", columns, rows, numbers=(2, 3, 4)))
     return Section("proof", "Proof", blocks)
-
-
-def _convergence_text(proof: Parity) -> str:
-    found = proof.convergence
-    if found is None:
-        return ""
-    return f"{found.what} over {len(found.seeds)} seeds: {'equivalent' if found.equivalent else 'not shown to be equivalent'}"
 
 
 def evaluation_section(evaluation: Evaluation, pictures: Mapping[int, str]) -> Section:
@@ -191,14 +189,14 @@ def _class_table(evaluation: Evaluation) -> Block:
     }
     known = {name: values for name, values in columns.items() if len(values) == len(evaluation.classes)}
     rows = [
-        (name, f"{sum(evaluation.confusion[place]):,}", *(_share(values[place]) for values in known.values()))
+        (
+            name,
+            f"{sum(evaluation.confusion[place]):,}",
+            *("-" if values[place] is None else f"{values[place]:.1%}" for values in known.values()),
+        )
         for place, name in enumerate(evaluation.classes)
     ]
     return table("Classes", ("class", "samples", *known), rows, numbers=range(1, 2 + len(known)))
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
 
 
 def _regression(evaluation: Evaluation) -> list[Block]:
@@ -248,8 +246,3 @@ def _mistakes(evaluation: Evaluation, pictures: Mapping[int, str]) -> list[Block
 
 def _class_name(evaluation: Evaluation, number: int) -> str:
     return evaluation.classes[number] if 0 <= number < len(evaluation.classes) else str(number)
-
-
-def _escaped(name: str) -> str:
-    """Returns a name as plotly's texts need it, which may have markup."""
-    return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
