@@ -13,8 +13,6 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -110,6 +108,8 @@ def terminal_table(block: Block) -> Table:
 
 def render(template: str, sections: Sequence[Section] = (), **values: Any) -> str:
     """Returns the HTML of a template; figures of the sections are numbered and written once, as JSON."""
+    from markupsafe import Markup
+
     specs: dict[str, Any] = {}
     for figure in _figures_in(sections):
         figure["id"] = f"figure-{len(specs)}"
@@ -177,7 +177,9 @@ def _figures_in(sections: Sequence[Section]) -> Iterator[dict[str, Any]]:
 
 
 @cache
-def _environment() -> Environment:
+def _environment() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # takes long to import
+
     return Environment(
         loader=PackageLoader("hotloop.report", "templates"),
         autoescape=True,

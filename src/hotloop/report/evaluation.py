@@ -1,21 +1,25 @@
-"""Shows an evaluation: the classes and their confusions, the most confident mistakes, a regression's errors; as tables and pages."""
+"""Shows an evaluation, as tables, pages and a section of a report: classes and confusions, mistakes, a regression's errors."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from hotloop.core.records.training import Evaluation, Mistake, Picture, Regression
-from hotloop.report.html import INK, style_figure, write_page
+from hotloop.report.blocks import Block, Section, figures, heading, table, text, tiles
+from hotloop.report.html import INK, draw, style_figure, write_page
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 _MAX_NUMBERED_CLASSES = 20
 """With more classes the cells are too small for numbers."""
@@ -28,6 +32,8 @@ _MAX_ROWS, _BAR_WIDTH = 20, 10
 _MISTAKE_COLUMNS, _MISTAKE_PX = 6, 150
 
 _POINT_COLOR, _BAR_COLOR, _LINE_COLOR = "#2b6cb0", "#4a98c9", "#9aa5b1"
+
+_PNG = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
 
 _RESIDUALS_PX = 420
 """Height of a target's figures."""
@@ -55,43 +61,43 @@ def most_frequent(evaluation: Evaluation, count: int = 5) -> list[Confusion]:
     return sorted(confusions, key=lambda confusion: -confusion.samples)[:count]
 
 
-def confusion_figure(evaluation: Evaluation) -> go.Figure:
+def confusion_figure(evaluation: Evaluation) -> dict[str, Any]:
     """Returns the confusion matrix: a row for each true class, coloured by the share of its samples."""
     names = [escape(name) for name in evaluation.classes]
-    shares = [[samples / max(1, sum(row)) for samples in row] for row in evaluation.confusion]
     places = list(range(len(names)))
-    written = len(names) <= _MAX_NUMBERED_CLASSES
-    figure = go.Figure(
-        go.Heatmap(
-            z=shares,
-            x=places,
-            y=places,
-            customdata=[
-                [(names[true], names[predicted], samples, sum(row)) for predicted, samples in enumerate(row)]
-                for true, row in enumerate(evaluation.confusion)
-            ],
-            text=[[str(samples or "") for samples in row] for row in evaluation.confusion],
-            texttemplate="%{text}" if written else None,
-            hovertemplate=(
-                "%{customdata[0]} predicted as %{customdata[1]}<br>%{customdata[2]:,} of %{customdata[3]:,} (%{z:.1%})"
-                "<extra></extra>"
-            ),
-            colorscale=_SCALE,
-            zmin=0,
-            zmax=1,
-            xgap=1 if written else 0,
-            ygap=1 if written else 0,
-            colorbar={"tickformat": ".0%", "thickness": 14, "outlinewidth": 0},
-        )
-    )
+    is_written = len(names) <= _MAX_NUMBERED_CLASSES
+    matrix = {
+        "type": "heatmap",
+        "z": [[samples / max(1, sum(row)) for samples in row] for row in evaluation.confusion],
+        "x": places,
+        "y": places,
+        "customdata": [
+            [(names[true], names[predicted], samples, sum(row)) for predicted, samples in enumerate(row)]
+            for true, row in enumerate(evaluation.confusion)
+        ],
+        "text": [[str(samples or "") for samples in row] for row in evaluation.confusion],
+        **({"texttemplate": "%{text}"} if is_written else {}),
+        "hovertemplate": (
+            "%{customdata[0]} predicted as %{customdata[1]}<br>%{customdata[2]:,} of %{customdata[3]:,} (%{z:.1%})"
+            "<extra></extra>"
+        ),
+        "colorscale": _SCALE,
+        "zmin": 0,
+        "zmax": 1,
+        "xgap": int(is_written),
+        "ygap": int(is_written),
+        "colorbar": {"tickformat": ".0%", "thickness": 14, "outlinewidth": 0},
+    }
     ticks = {"tickvals": places, "ticktext": names} if len(names) <= 60 else {"showticklabels": False}
     axis = {"showgrid": False, "zeroline": False, "constrain": "domain", "color": INK, **ticks}
-    side = 420 if len(names) <= 10 else min(900, 260 + 22 * len(names))
-    style_figure(figure, f"Confusions on {evaluation.on} data", _summary(evaluation))
-    figure.update_xaxes(title_text="predicted", **axis)
-    figure.update_yaxes(title_text="true", autorange="reversed", scaleanchor="x", automargin=True, **axis)
-    figure.update_layout(height=side + 150, width=side + 220, plot_bgcolor="#e4e7eb" if written else "white")
-    return figure
+    true = {"autorange": "reversed", "scaleanchor": "x", "automargin": True}
+    layout = {
+        "xaxis": {"title": {"text": "predicted"}, **axis},
+        "yaxis": {"title": {"text": "true"}, **true, **axis},
+    }
+    worst = "; ".join(f"{one.true} taken for {one.predicted} {one.samples} times" for one in most_frequent(evaluation))
+    title = "Rows: true class. Columns: predicted class."
+    return {"title": title, "label": f"Confusions: {worst}", "data": [matrix], "layout": layout}
 
 
 def _summary(evaluation: Evaluation) -> str:
@@ -102,7 +108,13 @@ def _summary(evaluation: Evaluation) -> str:
 
 
 def write_confusion(evaluation: Evaluation, path: Path, shared_script: Path | None = None) -> None:
-    write_page(path, f"Confusions: {evaluation.run}", confusion_figure(evaluation), shared_script=shared_script)
+    chart, classes = confusion_figure(evaluation), len(evaluation.classes)
+    side = 420 if classes <= 10 else min(900, 260 + 22 * classes)
+    figure = draw(chart["data"], chart["layout"])
+    style_figure(figure, f"Confusions on {evaluation.on} data", _summary(evaluation))
+    background = "#e4e7eb" if classes <= _MAX_NUMBERED_CLASSES else "white"
+    figure.update_layout(height=side + 150, width=side + 220, plot_bgcolor=background)
+    write_page(path, f"Confusions: {evaluation.run}", figure, shared_script=shared_script)
 
 
 def class_tables(evaluation: Evaluation) -> RenderableType:
@@ -178,6 +190,9 @@ def _note(evaluation: Evaluation, pictured: bool) -> str:
 
 
 def _grid(evaluation: Evaluation) -> go.Figure:
+    import plotly.graph_objects as go  # takes half a second to import
+    from plotly.subplots import make_subplots
+
     mistakes, names = evaluation.mistakes, evaluation.classes
     columns = min(_MISTAKE_COLUMNS, len(mistakes))
     rows = -(-len(mistakes) // columns)
@@ -206,6 +221,7 @@ def _caption(mistake: Mistake, names: list[str]) -> str:
 
 
 def _png(picture: Picture) -> str:
+    import numpy as np
     import plotly.express as px  # takes long to import
 
     shape = (picture.height, picture.width, picture.channels)
@@ -229,18 +245,10 @@ def _mistakes_table(evaluation: Evaluation) -> go.Figure:
         "predicted": [names[mistake.predicted] for mistake in found],
         "confidence": [f"{mistake.confidence:.1%}" for mistake in found],
     }
-    figure = go.Figure(
-        go.Table(
-            header={
-                "values": [f"<b>{name}</b>" for name in columns],
-                "fill_color": "#e4e7eb",
-                "align": "left",
-                "height": 30,
-            },
-            cells={"values": list(columns.values()), "fill_color": "white", "align": "left", "height": 26},
-        )
-    )
-    return figure.update_layout(height=150 + 30 * (len(found) + 1), width=700)
+    header = {"values": [f"<b>{name}</b>" for name in columns], "fill": {"color": "#e4e7eb"}, "height": 30}
+    cells = {"values": list(columns.values()), "fill": {"color": "white"}, "height": 26}
+    rows = {"type": "table", "header": {**header, "align": "left"}, "cells": {**cells, "align": "left"}}
+    return draw([rows], {"height": 150 + 30 * (len(found) + 1), "width": 700})
 
 
 def write_mistakes(evaluation: Evaluation, path: Path, shared_script: Path | None = None) -> None:
@@ -249,6 +257,9 @@ def write_mistakes(evaluation: Evaluation, path: Path, shared_script: Path | Non
 
 def residuals_figure(evaluation: Evaluation) -> go.Figure:
     """Returns for each target the predictions against the true values, and a histogram of the residuals."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
     assert evaluation.regression is not None
     targets = evaluation.regression.targets
     titles = [
@@ -283,3 +294,84 @@ def residuals_figure(evaluation: Evaluation) -> go.Figure:
 
 def write_residuals(evaluation: Evaluation, path: Path, shared_script: Path | None = None) -> None:
     write_page(path, f"Residuals: {evaluation.run}", residuals_figure(evaluation), shared_script=shared_script)
+
+
+def evaluation_section(evaluation: Evaluation, pictures: Mapping[int, str]) -> Section:
+    """Returns the figures, the classes, the confusion matrix and the worst mistakes.
+
+    Args:
+        pictures: data addresses of PNG images by a sample's index.
+    """
+    named = [("loss", f"{evaluation.loss:.4f}"), *((name, f"{v:.4f}") for name, v in evaluation.metrics.items())]
+    what = f"{evaluation.samples:,} samples of the {evaluation.on} data, {evaluation.weights} weights"
+    blocks = [text(f"{what} (epoch {evaluation.epoch})."), *tiles(named)]
+    blocks += [text(evaluation.note)] if evaluation.note else []
+    if evaluation.confusion:
+        blocks += [
+            heading("Classes"),
+            _class_table(evaluation),
+            heading("Confusion matrix"),
+            *figures([confusion_figure(evaluation)], "tall"),
+        ]
+    blocks += _regression(evaluation)
+    if evaluation.mistakes:
+        blocks += [heading("Worst mistakes"), *_mistakes(evaluation, pictures)]
+    return Section("evaluation", "Evaluation", blocks)
+
+
+def _class_table(evaluation: Evaluation) -> Block:
+    columns: dict[str, list[float | None]] = {
+        "accuracy": evaluation.accuracy_per_class,
+        "precision": evaluation.precision_per_class,
+        "recall": evaluation.recall_per_class,
+        "F1": evaluation.f1_per_class,
+    }
+    known = {name: values for name, values in columns.items() if len(values) == len(evaluation.classes)}
+    rows = [
+        (
+            name,
+            f"{sum(evaluation.confusion[place]):,}",
+            *(_percent(values[place]) for values in known.values()),
+        )
+        for place, name in enumerate(evaluation.classes)
+    ]
+    return table("Classes", ("class", "samples", *known), rows, numbers=range(1, 2 + len(known)))
+
+
+def _regression(evaluation: Evaluation) -> list[Block]:
+    if evaluation.regression is None:
+        return []
+    rows = [
+        (one.name, f"{one.mae:.4g}", f"{one.rmse:.4g}", "-" if one.r2 is None else f"{one.r2:.4f}")
+        for one in evaluation.regression.targets
+    ]
+    columns = ("target", "mean absolute error", "root mean squared error", "R²")
+    return [heading("Errors"), table("Errors", columns, rows, numbers=(1, 2, 3))]
+
+
+def _mistakes(evaluation: Evaluation, pictures: Mapping[int, str]) -> list[Block]:
+    named = [
+        {
+            "index": one.index,
+            "true": _class_name(evaluation, one.true),
+            "predicted": _class_name(evaluation, one.predicted),
+            "confidence": f"{one.confidence:.1%}",
+            "address": pictures.get(one.index, ""),
+        }
+        for one in evaluation.mistakes
+    ]
+    pictured = [one for one in named if _PNG.fullmatch(str(one["address"]))]
+    for one in pictured:
+        one["alt"] = f"sample {one['index']}: {one['true']}, taken for {one['predicted']}"
+    blocks: list[Block] = [{"kind": "mistakes", "mistakes": pictured}] if pictured else []
+    rest = [one for one in named if one not in pictured]
+    rows = [(one["index"], one["true"], one["predicted"], one["confidence"]) for one in rest]
+    return (
+        [*blocks, table("Mistakes", ("sample", "true", "predicted", "confidence"), rows, numbers=(0, 3))]
+        if rows
+        else blocks
+    )
+
+
+def _class_name(evaluation: Evaluation, number: int) -> str:
+    return evaluation.classes[number] if 0 <= number < len(evaluation.classes) else str(number)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
-
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
+from typing import TYPE_CHECKING, Any
 
 from hotloop.core.files.atomic_files import write_atomic
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go  # takes half a second to import
 
 INK = "#1f2933"
 LINE_COLOURS = ("#3566b8", "#d9622b", "#2a9d6f", "#8a4fbf", "#b8860b", "#616e7c")
@@ -46,6 +46,13 @@ CONFIG = {
     "modeBarButtonsToRemove": ["sendDataToCloud", "editInChartStudio"],
 }
 """Settings of all pages, which send nothing anywhere."""
+
+
+def draw(data: Sequence[dict[str, Any]], layout: dict[str, Any]) -> go.Figure:
+    """Returns traces and a layout as a figure."""
+    import plotly.graph_objects as go
+
+    return go.Figure(list(data), layout)
 
 
 def style_figure(figure: go.Figure, title: str, note: str = "") -> go.Figure:
@@ -95,6 +102,8 @@ def write_page(
         shared_script: file of plotly's script, in the page's folder or above, which is written once and shared by pages;
             None for a page that needs no other file.
     """
+    from plotly.offline import get_plotlyjs
+
     source: bool | str = True
     if shared_script is not None:
         script = get_plotlyjs().encode()

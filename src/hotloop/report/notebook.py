@@ -17,10 +17,9 @@ from hotloop.report.blocks import Block
 from hotloop.report.explanation import summary as explanation_summary
 from hotloop.report.explanation import title as layer_title
 from hotloop.report.profile import COLOURS as PHASE_COLOURS
-from hotloop.report.profile import headline, step_phases
+from hotloop.report.profile import headline, remedies_table, step_phases
 from hotloop.report.progress import format_duration
-from hotloop.report.race import winner_sentence
-from hotloop.report.record_sections import plans_table, remedies_table
+from hotloop.report.race import plans_table, winner_sentence
 from hotloop.report.run_curves import COLOURS, Points, metric_names, thinned
 
 _WIDTH, _HEIGHT, _MARGIN = 420, 170, 36

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from hotloop.core.feasibility import InfeasibleValue
 from hotloop.core.records.race import Convergence, Parity
+from hotloop.report.blocks import Section, facts, lines, table, text, tiles
 
 if TYPE_CHECKING:
     from hotloop.core.feasibility import PlanForecast, RankedPlan
@@ -136,3 +137,26 @@ def describe_convergence(convergence: Convergence) -> str:
         f"{trained}: {convergence.what.replace('_', ' ')} differs by"
         f" {convergence.difference:.2g} ({convergence.low:.2g} to {convergence.high:.2g}), allowed {convergence.margin:.2g}: {outcome}"
     )
+
+
+def proof_section(proof: Parity) -> Section:
+    """Returns the class of a plan's agreement with the baseline, and its largest errors."""
+    rows = [(e.what, e.name, f"{e.error:.2e}", f"{e.floor:.2e}", f"{e.ratio:.2f}") for e in proof.errors[:30]]
+    blocks = [
+        *tiles([("agreement with the baseline", proof.parity)]),
+        text(proof.reason),
+        facts(
+            [
+                ("Plan", proof.plan),
+                ("Compared states", f"{proof.states:,}"),
+                ("Steps of the free run", f"{proof.free_steps:,}"),
+                ("First wrong tensor", proof.first),
+                ("Convergence", "" if proof.convergence is None else describe_convergence(proof.convergence)),
+            ]
+        ),
+        *lines(proof.reductions),
+    ]
+    if rows:
+        columns = ("tensor", "name", "error", "noise floor", "error / floor")
+        blocks.append(table("Largest errors", columns, rows, numbers=(2, 3, 4)))
+    return Section("proof", "Proof", blocks)

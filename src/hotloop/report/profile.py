@@ -28,6 +28,8 @@ from hotloop.core.records.profile import (
 )
 from hotloop.core.records.profile_terms import Phase
 from hotloop.errors import HotloopError
+from hotloop.report.blocks import Block, Section, figures, heading, lines, table, text
+from hotloop.report.html import draw, style_figure, write_page
 
 COLOURS: dict[str, str] = {
     "data": "#d9622b",
@@ -373,6 +375,62 @@ def _describe_exit(code: int) -> str:
     return f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
 
 
+def profile_section(profile: Profile) -> Section:
+    """Returns the phases of a step, what bounds the step, the remedies, the modules and the operators."""
+    return Section("profile", "Profile", list(_profile_blocks(profile)))
+
+
+def _profile_blocks(profile: Profile) -> Iterator[Block]:
+    yield text(headline(profile))
+    if profile.bound != "unknown":
+        yield text(f"Bound by {profile.bound}.")
+    yield from lines([*profile.bound_evidence, *profile.notes, *filter(None, [profile.busy, profile.stopped])])
+    if profile.phases:
+        yield from figures([phases_figure(profile)], "low")
+    yield from _remedy_blocks("Remedies", profile.remedies)
+    yield from _remedy_blocks("To be measured", profile.candidates)
+    yield from lines(profile.advice)
+    if profile.modules:
+        yield from figures([modules_figure(profile)], "tall")
+        rows = sorted(profile.modules, key=lambda one: -one.share)[:60]
+        yield table(
+            "Modules by time",
+            ("module", "kind", "share", "forward", "backward", "FLOPs"),
+            [
+                (
+                    one.name or "the model",
+                    one.kind,
+                    format_percent(one.share),
+                    format_time(one.forward_ms),
+                    format_time(one.backward_ms),
+                    format_flops(one.flops),
+                )
+                for one in rows
+            ],
+            numbers=(2, 3, 4, 5),
+        )
+    if profile.operators:
+        yield heading("Operators")
+        yield table(
+            "Operators by time",
+            ("operator", "phase", "module", "line", "time"),
+            [
+                (one.name, one.phase, one.module, one.where, format_time(one.ms))
+                for one in sorted(profile.operators, key=lambda one: -one.ms)[:25]
+            ],
+            numbers=(4,),
+        )
+
+
+def _remedy_blocks(title: str, remedies: Sequence[Remedy]) -> list[Block]:
+    return [heading(title), remedies_table(title, remedies)] if remedies else []
+
+
+def remedies_table(title: str, remedies: Sequence[Remedy]) -> Block:
+    rows = [(one.cause, one.where, one.remedy, format_percent(one.gain), one.evidence) for one in remedies]
+    return table(title, ("cause", "where", "remedy", "at most", "evidence"), rows, numbers=(3,))
+
+
 _ROOT = "(model)"
 _MAX_NAMED = 6
 """Number of roofline points with a visible name; the others show it on hover."""
@@ -504,10 +562,6 @@ def _measured_leaves(modules: Sequence[ModuleTime]) -> list[ModuleTime]:
 
 def write_charts(profile: Profile, folder: Path) -> list[Path]:
     """Writes the figures with content, each as one self-contained page."""
-    import plotly.graph_objects as go  # takes half a second to import
-
-    from hotloop.report.html import style_figure, write_page
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -525,10 +579,10 @@ def write_charts(profile: Profile, folder: Path) -> list[Path]:
         "roofline": (_measured_leaves(profile.modules), roofline_figure, limits_note, {"height": 560}),
     }
     written = []
-    for name, (has_content, draw, note, layout) in pictures.items():
+    for name, (has_content, make, note, layout) in pictures.items():
         if has_content:
-            chart, path = draw(profile), folder / f"{name}.html"
-            figure = style_figure(go.Figure(chart["data"], chart["layout"]), chart["title"], note)
+            chart, path = make(profile), folder / f"{name}.html"
+            figure = style_figure(draw(chart["data"], chart["layout"]), chart["title"], note)
             title = f"{name.capitalize()} of {profile.source}"
             write_page(path, title, figure.update_layout(layout), "--pictures")
             written.append(path)

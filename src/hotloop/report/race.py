@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -18,7 +18,13 @@ from rich.text import Text
 from hotloop.core.format import format_milliseconds
 from hotloop.core.records.race import TRUSTED_CLASSES, Crossover, RaceScaling, Timing, Verdict, describe_ratio
 from hotloop.core.terminal import Bar
+from hotloop.report.blocks import Block, Section, figures, lines, table, text
+from hotloop.report.html import LINE_COLOURS, draw, log_axis, style_figure, write_page
 from hotloop.report.progress import format_duration
+from hotloop.report.run_curves import COLOURS
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 _NAME = 20
 """Characters of a plan's name that stay on one line in a narrow terminal."""
@@ -149,6 +155,62 @@ def _why_not_winner(rival: Timing, base: Timing, steps: int | None) -> str:
     return f"{rival.name} is {rival.ratio:.2f} times as fast, but takes longer to {longer}{pays}"
 
 
+def race_section(verdict: Verdict) -> Section:
+    """Returns the plans' speeds with their intervals, and why the winner won."""
+    reasons = [f"{timing.name}: {timing.parity_reason}" for timing in verdict.plans if timing.parity_reason]
+    failures = [f"{timing.name}: {timing.failure}" for timing in verdict.plans if timing.failure]
+    blocks = [text(winner_sentence(verdict)), *race_figures(verdict), plans_table(verdict)]
+    return Section("race", "Race", [*blocks, *lines([*reasons, *failures, *verdict.remarks])])
+
+
+def plans_table(verdict: Verdict) -> Block:
+    """Returns a row for each plan."""
+    rows = [
+        (
+            timing.name,
+            _step(timing),
+            "-" if timing.ratio is None else f"{timing.ratio:.2f}",
+            "-" if timing.ratio_low is None else f"{timing.ratio_low:.2f} to {timing.ratio_high:.2f}",
+            timing.parity or "-",
+            _describe_verdict(timing, verdict),
+        )
+        for timing in verdict.plans
+    ]
+    columns = ("plan", "step", "times as fast", "99 % interval", "proof", "verdict")
+    marked = [number for number, timing in enumerate(verdict.plans) if timing.name == verdict.winner]
+    return table("Plans", columns, rows, numbers=(1, 2, 3), marked=marked)
+
+
+def race_figures(verdict: Verdict) -> list[Block]:
+    """Returns a bar for each plan with the error bars of its 99 % interval."""
+    timed = [timing for timing in verdict.plans if timing.ratio is not None]
+    if not timed:
+        return []
+    ratios = [timing.ratio or 1.0 for timing in timed]
+    above = [max(0.0, (one.ratio_high or ratio) - ratio) for one, ratio in zip(timed, ratios, strict=True)]
+    below = [max(0.0, ratio - (one.ratio_low or ratio)) for one, ratio in zip(timed, ratios, strict=True)]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "y": list(range(len(timed))),
+            "x": ratios,
+            "error_x": {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "color": COLOURS[7]},
+            "marker": {"color": [COLOURS[2] if one.name == verdict.winner else COLOURS[0] for one in timed]},
+            "hovertemplate": "%{x:.3f} times as fast<extra></extra>",
+        }
+    ]
+    names, baseline = [escape(one.name, quote=False) for one in timed], escape(verdict.baseline, quote=False)
+    layout = {
+        "xaxis": {"title": {"text": f"times as fast as {baseline}"}, "rangemode": "tozero"},
+        "yaxis": {"tickvals": list(range(len(timed))), "ticktext": names, "autorange": "reversed"},
+        "showlegend": False,
+    }
+    label = "; ".join(f"{one.name} {ratio:.2f} times as fast" for one, ratio in zip(timed, ratios, strict=True))
+    shown = {"title": "Speed against the baseline, with 99 % intervals", "label": label, "data": data, "layout": layout}
+    return figures([shown])
+
+
 def scaling_page(scaling: RaceScaling) -> RenderableType:
     """Returns a row for each size, a column for each plan, and a sentence on each plan but the baseline."""
     baseline = scaling.races[0].baseline
@@ -204,26 +266,24 @@ def _reasons(scaling: RaceScaling) -> dict[str, str]:
     return {crossing.name: crossing.reason for crossing in scaling.crossings}
 
 
-def scaling_figure(scaling: RaceScaling) -> Any:
+def scaling_figure(scaling: RaceScaling) -> go.Figure:
     """Returns the step time in ms against the size on logarithmic axes, a line for each plan, with crossings."""
-    import plotly.graph_objects as go  # takes half a second to import
-
-    from hotloop.report.html import LINE_COLOURS, log_axis, style_figure
-
-    figure = go.Figure()
     races = sorted(zip(map(float, scaling.values), scaling.races, strict=True), key=lambda pair: pair[0])
+    lines = []
     for number, timing in enumerate(scaling.races[0].plans):
         times = [(size, verdict.plan(timing.name).step_ms) for size, verdict in races]
         points = [(size, step_ms) for size, step_ms in times if step_ms is not None]
-        figure.add_trace(
-            go.Scatter(
-                x=[size for size, _ in points],
-                y=[step_ms for _, step_ms in points],
-                name=escape(timing.name),
-                mode="lines+markers",
-                line={"color": LINE_COLOURS[number % len(LINE_COLOURS)]},
-            )
+        lines.append(
+            {
+                "type": "scatter",
+                "x": [size for size, _ in points],
+                "y": [step_ms for _, step_ms in points],
+                "name": escape(timing.name),
+                "mode": "lines+markers",
+                "line": {"color": LINE_COLOURS[number % len(LINE_COLOURS)]},
+            }
         )
+    figure = draw(lines, {})
     for crossing in scaling.crossings:
         if crossing.at is not None:
             _mark_crossing(figure, crossing.at, f"{escape(crossing.name)}: {crossing.at:.3g}")
@@ -238,7 +298,7 @@ def scaling_figure(scaling: RaceScaling) -> Any:
     )
 
 
-def _mark_crossing(figure: Any, at: float, text: str) -> None:
+def _mark_crossing(figure: go.Figure, at: float, text: str) -> None:
     """Draws a vertical line with a text at its top: plotly expects the text's place on a log axis as an exponent."""
     figure.add_vline(x=at, line_dash="dot", line_color="#616e7c")
     figure.add_annotation(
@@ -247,6 +307,4 @@ def _mark_crossing(figure: Any, at: float, text: str) -> None:
 
 
 def write_scaling(scaling: RaceScaling, path: Path) -> None:
-    from hotloop.report.html import write_page
-
     write_page(path, f"Step time against {scaling.parameter}", scaling_figure(scaling), "--save")

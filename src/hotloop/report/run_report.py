@@ -21,8 +21,11 @@ from hotloop.core.records.race import Parity, Verdict
 from hotloop.core.records.training import Evaluation
 from hotloop.errors import HotloopError, RunError
 from hotloop.report.blocks import Block, Section, details, facts, figures, lines, report_page, table, text, tiles
+from hotloop.report.evaluation import evaluation_section
+from hotloop.report.plan import proof_section
+from hotloop.report.profile import profile_section
 from hotloop.report.progress import format_duration
-from hotloop.report.record_sections import evaluation_section, profile_section, proof_section, race_section
+from hotloop.report.race import race_section
 from hotloop.report.run_curves import run_figures
 
 Document = Profile | Verdict | Parity | Evaluation
