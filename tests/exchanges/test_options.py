@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,19 @@ from hotloop.tuning.races.statistics import Ratio
 from tests.exchanges.conftest import set_clocks
 
 
+class MachineOption(ProcessOption):
+    exchange, proof = "on", "bitwise"
+
+    def __init__(self, on: dict[str, bool], name: str, conflict: Callable[[], str]) -> None:
+        self.on, self.name, self.found = on, name, conflict
+
+    def switch(self, on: bool) -> None:
+        self.on[self.name] = on
+
+    def conflict(self) -> str:
+        return self.found()
+
+
 class Machine:
     """Steps take 10 ms, times the factor of each option that is on."""
 
@@ -24,10 +36,7 @@ class Machine:
         self.factors, self.on = factors, dict.fromkeys(factors, False)
 
     def option(self, name: str, conflict: Callable[[], str] = lambda: "") -> ProcessOption:
-        def switch(on: bool) -> None:
-            self.on[name] = on
-
-        return ProcessOption(name, "on", "bitwise", switch, conflict)
+        return MachineOption(self.on, name, conflict)
 
     def step_s(self) -> float:
         seconds = 0.010
@@ -83,14 +92,16 @@ def test_a_clearly_slower_option_costs_few_steps() -> None:
 
 def test_long_steps_need_all_threads() -> None:
     machine = Machine({"threads": 0.5})
-    part = part_of(replace(machine.option("threads"), longest_step_s=0.005))
+    part = part_of(machine.option("threads"))
+    part.option.longest_step_s = 0.005
     assert train(OptionRaces([part]), machine) == 0 and not machine.on["threads"]
     assert part.reason == "a step takes 0.01 s, so its race would cost more than its gain"
 
 
 def test_one_long_step_refuses_no_race() -> None:
     machine = Machine({"threads": 0.5})
-    part = part_of(replace(machine.option("threads"), longest_step_s=0.05))
+    part = part_of(machine.option("threads"))
+    part.option.longest_step_s = 0.05
     races = OptionRaces([part])
     for _ in range(5):
         races.step_ended(step_of(0.01))
@@ -215,7 +226,7 @@ def test_real_options_keep_their_stage_through_races_and_windows(
             is_on[name] = on
             real(on)
 
-        part.option = replace(part.option, switch=switch)
+        part.option.switch = switch
     for _ in range(1000):
         races.step_ended(step_of(0.010 * 0.8 ** sum(is_on.values())))
     assert [part.stage for part in parts] == ["use"] * len(parts) and len(parts) >= 2

@@ -12,7 +12,6 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -54,7 +53,6 @@ _LEAST_FREE = 0.1
 """Share of the memory that must be free while freed memory stays with the process."""
 
 
-@dataclass(frozen=True)
 class ProcessOption:
     """An option that can be switched on and off between two steps.
 
@@ -62,23 +60,33 @@ class ProcessOption:
         name: what it changes.
         exchange: its value when it is on.
         proof: `bitwise`, `fp32-equivalent` (other sums of the same numbers) or `reduced-precision`.
-        switch: switches it on or off.
-        conflict: returns why the script's own settings exclude it; empty if they don't.
         longest_step_s: longest step that it may make faster; a race of longer steps would cost too much.
-        without_gain: returns why steps of so many seconds, with so many page faults each, can't gain; empty if they can.
-        unneeded: returns why a training with these optimizers can't gain so far; empty if it can.
-        leave: puts the process back after the last use, and returns what stays different; empty if nothing does.
     """
 
     name: str
     exchange: str
     proof: str
-    switch: Callable[[bool], None]
-    conflict: Callable[[], str] = lambda: ""
-    longest_step_s: float = math.inf
-    without_gain: Callable[[float, float], str] = lambda step_s, faults: ""
-    unneeded: Callable[[Iterable[Optimizer]], str] = lambda optimizers: ""
-    leave: Callable[[], str] = lambda: ""
+    longest_step_s = math.inf
+
+    def switch(self, on: bool) -> None:
+        """Switches it on or off."""
+        raise NotImplementedError
+
+    def conflict(self) -> str:
+        """Returns why the script's own settings exclude it; empty if they don't."""
+        return ""
+
+    def without_gain(self, step_s: float, faults: float) -> str:
+        """Returns why steps of so many seconds, with so many page faults each, can't gain; empty if they can."""
+        return ""
+
+    def unneeded(self, optimizers: Iterable[Optimizer]) -> str:
+        """Returns why a training with these optimizers can't gain so far; empty if it can."""
+        return ""
+
+    def leave(self) -> str:
+        """Puts the process back after the last use, and returns what stays different; empty if nothing does."""
+        return ""
 
 
 def process_options(*, exact: bool, accepts_reduced: bool) -> list[ProcessOption]:
@@ -88,58 +96,48 @@ def process_options(*, exact: bool, accepts_reduced: bool) -> list[ProcessOption
         exact: only bitwise ones.
         accepts_reduced: the user accepts reduced precision.
     """
-    options = [] if exact else _thread_options()  # first: a network is compiled for a number of threads
+    options: list[ProcessOption] = []
+    if not exact and not any(
+        map(os.environ.get, _THREAD_VARIABLES)
+    ):  # first: a network is compiled for a number of threads
+        default = torch.get_num_threads()
+        options += [_Threads(count) for count in sorted({default // 2, 1} - {0, default}, reverse=True)]
     if active_allocator() is not None:
-        name = "memory that a step frees stays with the process"
-        options.append(
-            ProcessOption(
-                "allocator", name, "bitwise", keep_freed_memory, without_gain=_few_faults, leave=_leave_allocator
-            )
-        )
+        options.append(_Allocator())
     if not exact:
-        options.append(_subnormal_option())
-    if accepts_reduced:
-        name, switch = "products of fp32 numbers", _Precision()
-        options.append(ProcessOption(name, "TF32 or bf16", "reduced-precision", switch, switch.conflict))
-    return options
+        options.append(_Flushing())
+    return [*options, _Precision()] if accepts_reduced else options
 
 
-def _few_faults(step_s: float, faults: float) -> str:
-    """A step gains the time of its page faults at most; a race would end glibc's dynamic thresholds."""
-    is_little = faults * _FAULT_S < MARGIN * step_s
-    return f"a step has {faults:.0f} page faults, so there is nothing to gain" if is_little else ""
+class _Allocator(ProcessOption):
+    name, exchange, proof = "allocator", "memory that a step frees stays with the process", "bitwise"
+
+    def switch(self, on: bool) -> None:
+        keep_freed_memory(on)
+
+    def without_gain(self, step_s: float, faults: float) -> str:
+        """A step gains the time of its page faults at most; a race would end glibc's dynamic thresholds."""
+        is_little = faults * _FAULT_S < MARGIN * step_s
+        return f"a step has {faults:.0f} page faults, so there is nothing to gain" if is_little else ""
+
+    def leave(self) -> str:
+        if not leave_freed_memory():
+            return ""
+        return "its race has fixed the limits of glibc's allocator, at their largest values: blocks below 32 MB stay, up to 64 MB"
 
 
-def _leave_allocator() -> str:
-    if not leave_freed_memory():
-        return ""
-    return "its race has fixed the limits of glibc's allocator, at their largest values: blocks below 32 MB stay, up to 64 MB"
-
-
-def _thread_options() -> list[ProcessOption]:
-    """Returns other numbers of threads, unless the user or the script has chosen one."""
-    if any(map(os.environ.get, _THREAD_VARIABLES)):
-        return []
-    default = torch.get_num_threads()
-    counts = sorted({default // 2, 1} - {0, default}, reverse=True)
-    return [
-        ProcessOption(
-            "threads", f"{count} instead of {default}", "fp32-equivalent", threads, threads.conflict, _LONGEST_STEP_S
-        )
-        for count in counts
-        if (threads := _Threads(count))
-    ]
-
-
-class _Threads:
+class _Threads(ProcessOption):
     """Another number of threads; switching off restores the number before."""
+
+    name, proof, longest_step_s = "threads", "fp32-equivalent", _LONGEST_STEP_S
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._before: int | None = None
         self._default = torch.get_num_threads()
+        self.exchange = f"{count} instead of {self._default}"
 
-    def __call__(self, on: bool) -> None:
+    def switch(self, on: bool) -> None:
         if on and self._before is None:
             self._before = torch.get_num_threads()
             torch.set_num_threads(self._count)
@@ -153,20 +151,31 @@ class _Threads:
         return "" if torch.get_num_threads() in known else "the script sets the number of threads"
 
 
-def _subnormal_option() -> ProcessOption:
-    name, flushing = "numbers below 1.2e-38", _Flushing()
-    return ProcessOption(
-        name, "flushed to zero", "fp32-equivalent", flushing, flushing.conflict, unneeded=_without_subnormals
-    )
+class _Flushing(ProcessOption):
+    """Flushes subnormal numbers to zero, unless the script does so itself."""
 
+    name, exchange, proof = "numbers below 1.2e-38", "flushed to zero", "fp32-equivalent"
 
-def _without_subnormals(optimizers: Iterable[Optimizer]) -> str:
-    """Reads the numbers after an update; subnormal activations alone, without subnormal gradients, are not found."""
-    if torch._C._len_torch_dispatch_stack():
-        return "a torch mode is active"
-    with torch.no_grad():
-        is_found = any(_has_subnormal(value) for optimizer in optimizers for value in _numbers_of(optimizer))
-    return "" if is_found else "parameters, gradients and optimizer state have no such number"
+    def __init__(self) -> None:
+        self._is_on = False
+
+    def switch(self, on: bool) -> None:
+        if on != self._is_on:
+            self._is_on = on
+            torch.set_flush_denormal(on)
+
+    def conflict(self) -> str:
+        """Computes without torch, whose modes the script may have changed; the processor's setting is the same."""
+        is_flushing = sys.float_info.min * 0.5 == 0
+        return "the script sets this itself" if is_flushing != self._is_on else ""
+
+    def unneeded(self, optimizers: Iterable[Optimizer]) -> str:
+        """Reads the numbers after an update; subnormal activations alone, without subnormal gradients, are not found."""
+        if torch._C._len_torch_dispatch_stack():
+            return "a torch mode is active"
+        with torch.no_grad():
+            is_found = any(_has_subnormal(value) for optimizer in optimizers for value in _numbers_of(optimizer))
+        return "" if is_found else "parameters, gradients and optimizer state have no such number"
 
 
 def _numbers_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -190,23 +199,6 @@ def _has_subnormal(value: Tensor) -> bool:
     return bool(((sizes > 0) & (sizes < torch.finfo(value.dtype).tiny)).any())
 
 
-class _Flushing:
-    """Flushes subnormal numbers to zero, unless the script does so itself."""
-
-    def __init__(self) -> None:
-        self._is_on = False
-
-    def __call__(self, on: bool) -> None:
-        if on != self._is_on:
-            self._is_on = on
-            torch.set_flush_denormal(on)
-
-    def conflict(self) -> str:
-        """Computes without torch, whose modes the script may have changed; the processor's setting is the same."""
-        is_flushing = sys.float_info.min * 0.5 == 0
-        return "the script sets this itself" if is_flushing != self._is_on else ""
-
-
 def _reduced_level() -> str:
     """Returns the level of `set_float32_matmul_precision` that this machine computes faster; empty without one.
 
@@ -218,13 +210,15 @@ def _reduced_level() -> str:
     return "medium" if any(map(capabilities.get, _BF16_INSTRUCTIONS)) else ""
 
 
-class _Precision:
+class _Precision(ProcessOption):
     """The number format of products; switching off restores the script's own."""
+
+    name, exchange, proof = "products of fp32 numbers", "TF32 or bf16", "reduced-precision"
 
     def __init__(self) -> None:
         self._before: str | None = None
 
-    def __call__(self, on: bool) -> None:
+    def switch(self, on: bool) -> None:
         if on and self._before is None:
             self._before = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision(_reduced_level())
