@@ -83,7 +83,8 @@ def _judge(
     update(*wide, **plain)
     if not all(bool(value.isfinite().all()) for tensors in wide for value in tensors if value is not None):
         return CallComparison(False, 0)
-    ratio = max((_error_ratio(*row) for row in _rows(lists, own, nudged, wide)), default=0.0)
+    rows = _rows(lists, own, nudged, wide)
+    ratio = max((error_ratio((value, near), exchanged, true) for value, exchanged, near, true in rows), default=0.0)
     wrong = "" if ratio <= TYPICAL_LIMIT else f"its error is {ratio:.3g} times the noise floor of the script's update"
     return CallComparison(False, _numbers(lists), wrong)
 
@@ -128,14 +129,18 @@ def _rows(*variants: Sequence[Tensors]) -> Iterator[tuple[Tensor, ...]]:
                 yield tuple(torch.tensor(torch.inf) if value is None else value.detach() for value in row)
 
 
-def _error_ratio(value: Tensor, exchanged: Tensor, nudged: Tensor, true: Tensor) -> float:
-    if exchanged.shape != true.shape or value.shape != true.shape:
+def error_ratio(own: Sequence[Tensor], exchanged: Tensor, true: Tensor) -> float:
+    """Returns an exchange's error against float64 in multiples of the noise floor.
+
+    The floor is the largest error of the script's own forms, and at least half a unit in the last place of the result.
+    """
+    if any(value.shape != true.shape for value in (*own, exchanged)) or not bool(exchanged.isfinite().all()):
         return torch.inf
-    unit = torch.finfo(value.dtype).eps / 2
-    floor = max(difference_norm(value, true), difference_norm(nudged, true), unit * float(true.norm()))
+    if not true.is_floating_point():
+        return 0.0 if torch.equal(own[0], exchanged) else torch.inf
+    unit = torch.finfo(own[0].dtype).eps / 2
+    floor = max(*(difference_norm(value, true) for value in own), unit * float(true.norm()))
     error = difference_norm(exchanged, true)
-    if not error <= torch.finfo(torch.float64).max:
-        return torch.inf
     return error / floor if floor else (torch.inf if error else 0.0)
 
 
