@@ -46,9 +46,7 @@ class Machine:
 
 
 def part_of(option: ProcessOption, earlier: tuple[str, Ratio] | None = None) -> OptionPart:
-    part = OptionPart("process", option.name, [option.exchange], exact=False, changed=lambda: None, earlier=earlier)
-    part.option = option
-    return part
+    return OptionPart(option, exact=False, changed=lambda: None, earlier=earlier)
 
 
 NOW_S = [0.0]

@@ -134,8 +134,7 @@ class ExchangeSession:
             self._show_all_frames = None
 
     def _option_part(self, option: ProcessOption) -> OptionPart:
-        part = OptionPart("process", option.name, [option.exchange], **self._part_settings("process", option.name))
-        part.option = option
+        part = OptionPart(option, **self._part_settings("process", option.name))
         self._use_earlier_refusal(part)
         return part
 

@@ -241,9 +241,12 @@ class _Precision(ProcessOption):
 class OptionPart(Part):
     """An option as a part; its proof is that torch computes the same operations, in the same or another order."""
 
-    option: ProcessOption
     had_nothing_to_gain = is_unneeded = False
     pairs: WindowPairs | None = None
+
+    def __init__(self, option: ProcessOption, **settings: Any) -> None:
+        self.option = option
+        super().__init__("process", option.name, [option.exchange], **settings)
 
     @property
     def times(self) -> PairedTimes:
