@@ -368,13 +368,10 @@ class ModuleSite:
             before_s, self._cpu_s = self._cpu_s, time.process_time()
             is_raced = self._is_counted and self.calls_in_step > 0
             if is_raced and seconds is not None and part.race.add(Seconds(seconds, self._cpu_s - before_s)):
-                self._decide()
+                part.decide(part.times)
+                if self.part.stage == "off":
+                    self.remove()
             self.exchanges_step, self._is_counted = part.race.exchanges_next, True
-
-    def _decide(self) -> None:
-        self.part.decide(self.part.times)
-        if self.part.stage == "off":
-            self.remove()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()

@@ -20,7 +20,7 @@ from hotloop.report.profile import COLOURS as PHASE_COLOURS
 from hotloop.report.profile import headline, remedies_table, step_phases
 from hotloop.report.progress import format_duration
 from hotloop.report.race import plans_table, winner_sentence
-from hotloop.report.run_curves import COLOURS, Points, metric_names, thinned
+from hotloop.report.run_curves import COLOURS, Points, metric_names, points_by_epoch, thinned
 
 _WIDTH, _HEIGHT, _MARGIN = 420, 170, 36
 """Pixels of a picture of curves."""
@@ -49,17 +49,7 @@ def run_html(run: StoredRun) -> str:
     ]
     pictures = []
     for metric in metric_names([run])[:3]:
-        curves = [
-            (
-                part,
-                [
-                    (row["epoch"], row[f"{part}_{metric}"])
-                    for row in run.epochs
-                    if row.get(f"{part}_{metric}") is not None
-                ],
-            )
-            for part in ("train", "validation")
-        ]
+        curves = [(part, points_by_epoch(run, f"{part}_{metric}")) for part in ("train", "validation")]
         pictures.append(curves_svg(metric.replace("_", " "), curves))
     return _table((), [(name.replace("_", " "), value) for name, value in pairs if value]) + "".join(pictures)
 
