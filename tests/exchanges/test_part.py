@@ -76,6 +76,7 @@ def test_an_exchange_that_is_not_faster_is_not_used(
     calls.make(part, 300)
     assert part.stage == "off" and "not faster" in part.reason
     assert set(calls.forms[-20:]) == {"original"}
+    assert calls.forms.count("exchanged") <= 12, "twelve pairs exclude a gain"
 
 
 def test_the_next_exchange_is_tried(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:
