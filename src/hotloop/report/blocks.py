@@ -13,7 +13,6 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -96,9 +95,9 @@ def figure_of(plotly_figure: Any, title: str, label: str) -> dict[str, Any]:
     return {"title": title, "label": label, "data": document["data"], "layout": layout}
 
 
-def terminal_table(block: Block) -> Table:
-    """Returns a table block for a terminal."""
-    shown = Table(title=block["caption"], title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+def terminal_table(block: Block, **options: Any) -> Table:
+    """Returns a table block for a terminal; the options are those of `rich.table.Table`."""
+    shown = Table(title=block["caption"], title_justify="left", title_style="bold", **options)
     for number, column in enumerate(block["columns"]):
         shown.add_column(Text(column), justify="right" if number in block["numbers"] else "left", overflow="fold")
     for row in block["rows"]:

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from hotloop.core.records.training import Evaluation, Mistake, Picture, Regression
-from hotloop.report.blocks import Block, Section, figures, heading, table, text, tiles
+from hotloop.report.blocks import Block, Section, figures, heading, table, terminal_table, text, tiles
 from hotloop.report.html import INK, draw, style_figure, write_page
 
 if TYPE_CHECKING:
@@ -131,8 +131,9 @@ def _class_metrics(evaluation: Evaluation) -> Table:
         present = [place for place in order if rates[place] is not None]
         order = sorted(present, key=lambda place: rates[place] or 0.0)[:_MAX_ROWS]  # type: ignore[assignment]
         title = f"Metrics of the {_MAX_ROWS} worst of {len(rates)} classes"
-    table = _titled(title, ("class",), ("samples", "precision", "recall", "F1"))
-    table.add_column("")
+    numbers = (Column(name, justify="right") for name in ("samples", "precision", "recall", "F1"))
+    columns = (Column("class", overflow="fold"), *numbers, "")
+    table = Table(*columns, title=title, title_justify="left", title_style="bold")
     for place in order:
         shares = (evaluation.precision_per_class[place], rates[place], evaluation.f1_per_class[place])
         bar = Text("█" * round((rates[place] or 0.0) * _BAR_WIDTH), style="green")
@@ -153,24 +154,23 @@ def _percent(share: float | None) -> str:
 
 
 def _confusions(evaluation: Evaluation) -> Table:
-    table = _titled("Most frequent confusions", ("true", "taken for"), ("samples", "of the class"))
-    for one in most_frequent(evaluation):
-        table.add_row(Text(one.true), Text(one.predicted), f"{one.samples:,}", f"{one.share:.1%}")
-    return table
+    rows = [(one.true, one.predicted, f"{one.samples:,}", f"{one.share:.1%}") for one in most_frequent(evaluation)]
+    columns = ("true", "taken for", "samples", "of the class")
+    return terminal_table(table("Most frequent confusions", columns, rows, numbers=(2, 3)))
 
 
 def regression_table(regression: Regression) -> Table:
     """Returns a table of the errors of each target."""
-    table = _titled("Errors per target", ("target",), ("MAE", "RMSE", "R²", "mean residual", "std of residuals"))
+    return terminal_table(_errors(regression))
+
+
+def _errors(regression: Regression) -> Block:
+    columns = ("target", "MAE", "RMSE", "R²", "mean residual", "std of residuals")
+    rows = []
     for target in regression.targets:
         figures = (target.mae, target.rmse, target.r2, target.residual_mean, target.residual_std)
-        table.add_row(Text(target.name), *("-" if figure is None else f"{figure:.4g}" for figure in figures))
-    return table
-
-
-def _titled(title: str, names: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
-    columns = [*(Column(name, overflow="fold") for name in names), *(Column(name, justify="right") for name in numbers)]
-    return Table(*columns, title=title, title_justify="left", title_style="bold")
+        rows.append((target.name, *("-" if figure is None else f"{figure:.4g}" for figure in figures)))
+    return table("Errors per target", columns, rows, numbers=range(1, len(columns)))
 
 
 def mistakes_figure(evaluation: Evaluation) -> go.Figure:
@@ -313,7 +313,7 @@ def evaluation_section(evaluation: Evaluation, pictures: Mapping[int, str]) -> S
             heading("Confusion matrix"),
             *figures([confusion_figure(evaluation)], "tall"),
         ]
-    blocks += _regression(evaluation)
+    blocks += [heading("Errors"), _errors(evaluation.regression)] if evaluation.regression else []
     if evaluation.mistakes:
         blocks += [heading("Worst mistakes"), *_mistakes(evaluation, pictures)]
     return Section("evaluation", "Evaluation", blocks)
@@ -336,17 +336,6 @@ def _class_table(evaluation: Evaluation) -> Block:
         for place, name in enumerate(evaluation.classes)
     ]
     return table("Classes", ("class", "samples", *known), rows, numbers=range(1, 2 + len(known)))
-
-
-def _regression(evaluation: Evaluation) -> list[Block]:
-    if evaluation.regression is None:
-        return []
-    rows = [
-        (one.name, f"{one.mae:.4g}", f"{one.rmse:.4g}", "-" if one.r2 is None else f"{one.r2:.4f}")
-        for one in evaluation.regression.targets
-    ]
-    columns = ("target", "mean absolute error", "root mean squared error", "R²")
-    return [heading("Errors"), table("Errors", columns, rows, numbers=(1, 2, 3))]
 
 
 def _mistakes(evaluation: Evaluation, pictures: Mapping[int, str]) -> list[Block]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hotloop.core.feasibility import InfeasibleValue
 from hotloop.core.records.race import Convergence, Parity
-from hotloop.report.blocks import Section, facts, lines, table, text, tiles
+from hotloop.report.blocks import Block, Section, facts, lines, table, terminal_table, text, tiles
 
 if TYPE_CHECKING:
     from hotloop.core.feasibility import PlanForecast, RankedPlan
@@ -113,19 +113,17 @@ def parity_page(parity: Parity) -> RenderableType:
         lines.append(f"  {describe_convergence(parity.convergence)}")
     shown: list[RenderableType] = [Text(line) for line in lines]
     if parity.errors and parity.parity not in ("bitwise", "unproven"):
-        shown.append(_worst_tensors_table(parity))
+        shown.append(terminal_table(_errors(parity, _MAX_TENSORS)))
     return Group(*shown)
 
 
-def _worst_tensors_table(parity: Parity) -> Table:
-    table = Table(title="Furthest from float64", title_justify="left", title_style="bold")
-    table.add_column("what")
-    table.add_column("tensor")
-    for name in ("error", "rounding noise", "times"):
-        table.add_column(name, justify="right")
-    for one in parity.errors[:_MAX_TENSORS]:
-        table.add_row(one.what, Text(one.name), f"{one.error:.1e}", f"{one.floor:.1e}", f"{one.ratio:.3g}")
-    return table
+def _errors(parity: Parity, count: int) -> Block:
+    rows = [
+        (one.what, one.name, f"{one.error:.1e}", f"{one.floor:.1e}", f"{one.ratio:.3g}")
+        for one in parity.errors[:count]
+    ]
+    columns = ("what", "tensor", "error", "rounding noise", "times")
+    return table("Furthest from float64", columns, rows, numbers=(2, 3, 4))
 
 
 def describe_convergence(convergence: Convergence) -> str:
@@ -141,7 +139,6 @@ def describe_convergence(convergence: Convergence) -> str:
 
 def proof_section(proof: Parity) -> Section:
     """Returns the class of a plan's agreement with the baseline, and its largest errors."""
-    rows = [(e.what, e.name, f"{e.error:.2e}", f"{e.floor:.2e}", f"{e.ratio:.2f}") for e in proof.errors[:30]]
     blocks = [
         *tiles([("agreement with the baseline", proof.parity)]),
         text(proof.reason),
@@ -156,7 +153,6 @@ def proof_section(proof: Parity) -> Section:
         ),
         *lines(proof.reductions),
     ]
-    if rows:
-        columns = ("tensor", "name", "error", "noise floor", "error / floor")
-        blocks.append(table("Largest errors", columns, rows, numbers=(2, 3, 4)))
+    if proof.errors:
+        blocks.append(_errors(proof, 30))
     return Section("proof", "Proof", blocks)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median, variance
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -242,7 +243,8 @@ def comparison_tables(comparison: Comparison) -> RenderableType:
         names = [Text(f"{number}: {name}") for name, number in numbers.items()]
         groups = [replace(group, runs=[numbers[name] for name in group.runs]) for group in comparison.groups]
         comparison = replace(comparison, names=list(numbers.values()), groups=groups)
-    shown = [terminal_table(block) for block in _tables(comparison) if block["rows"]]
+    tables = [block for block in _tables(comparison) if block["rows"]]
+    shown = [terminal_table(block, box=box.SIMPLE_HEAD, pad_edge=False) for block in tables]
     return Group(*names, *shown, *(Text(line) for line in comparison_lines(comparison)))
 
 
