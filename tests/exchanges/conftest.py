@@ -10,15 +10,15 @@ from typing import Any
 import psutil
 import pytest
 
+from hotloop.exchanges import module_call, races
+from hotloop.exchanges import modules as modules_module
 from hotloop.exchanges import part as part_module
+from hotloop.exchanges import workers as workers_module
 from hotloop.exchanges.loader_exchange import LoaderExchange
-from hotloop.exchanges.modules import module_exchange, module_limits, module_site
-from hotloop.exchanges.modules.module_exchange import ModuleExchange
+from hotloop.exchanges.modules import ModuleExchange
 from hotloop.exchanges.optimizer_exchange import OptimizerExchange
 from hotloop.exchanges.part import Part
-from hotloop.exchanges.windows import paired_times
-from hotloop.exchanges.workers import worker_site
-from hotloop.exchanges.workers.worker_exchange import WorkerExchange
+from hotloop.exchanges.workers import WorkerExchange
 
 
 @pytest.fixture
@@ -37,20 +37,29 @@ def set_clocks(monkeypatch: pytest.MonkeyPatch, now_s: Callable[[], float]) -> N
     """Lets wall time and CPU time be those of a test, on a machine without other programs."""
     monkeypatch.setattr(time, "perf_counter", now_s)
     monkeypatch.setattr(time, "process_time", now_s)
-    monkeypatch.setattr(paired_times, "_delays_s", dict)
+    monkeypatch.setattr(races, "_delays_s", dict)
 
 
 class Exchanged:
-    """The parts of an installed exchange; `exact` and `enabled` are its session's."""
+    """The session of an installed exchange, with its parts."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
-        self.exact, self.enabled = False, True
+        self.exact, self.is_enabled = False, True
 
     def make_part(self, kind: str, name: str, exchanges: Any) -> Part:
         part = Part(kind, name, exchanges, exact=self.exact, changed=lambda: None)
         self.parts.append(part)
         return part
+
+    def is_mine(self) -> bool:
+        return True
+
+    def is_exchanging(self) -> bool:
+        return True
+
+    def is_choosing_threads(self) -> bool:
+        return False
 
     @property
     def part(self) -> Part:
@@ -60,7 +69,7 @@ class Exchanged:
 
 def _installed(kind: Callable[..., Any]) -> Iterator[Exchanged]:
     exchanged = Exchanged()
-    exchange = kind(exchanged.make_part, lambda: True, lambda: exchanged.enabled)
+    exchange = kind(exchanged)
     exchange.install()
     try:
         yield exchanged
@@ -100,7 +109,7 @@ class ExchangedWorkers(Exchanged):
 
     def leave(self) -> None:
         """Leaves all batches, also those of new data sets, to the test's own process."""
-        self._monkeypatch.setattr(worker_site, "_TIMED_BATCHES", 10**9)
+        self._monkeypatch.setattr(workers_module, "_TIMED_BATCHES", 10**9)
         for part in self.parts:
             part.stage = "off"
 
@@ -109,15 +118,15 @@ class ExchangedWorkers(Exchanged):
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExchangedWorkers]:
     """Tries workers for each data set, after two batches."""
     for name, value in {"_TIMED_BATCHES": 2, "_MIN_FETCH_S": 0.0, "_MIN_SHARE": 0.0, "_MIN_PASS_S": 0.0}.items():
-        monkeypatch.setattr(worker_site, name, value)
-    exchanged, copy = ExchangedWorkers(monkeypatch), worker_site._copy
+        monkeypatch.setattr(workers_module, name, value)
+    exchanged, copy = ExchangedWorkers(monkeypatch), workers_module._copy
 
     def counted(batch: Any) -> Any:
         exchanged.fetched += 1
         return copy(batch)
 
-    monkeypatch.setattr(worker_site, "_copy", counted)
-    exchange = WorkerExchange(exchanged.make_part, lambda: True, lambda: exchanged.enabled)
+    monkeypatch.setattr(workers_module, "_copy", counted)
+    exchange = WorkerExchange(exchanged)
     exchange.install()
     try:
         yield exchanged
@@ -130,7 +139,7 @@ class ExchangedModules(Exchanged):
 
     def __init__(self) -> None:
         super().__init__()
-        self.exchange = ModuleExchange(self.make_part, lambda: True, lambda: self.enabled)
+        self.exchange = ModuleExchange(self)
         self.steps = 0
 
     def step_ended(self) -> None:
@@ -145,10 +154,10 @@ class ExchangedModules(Exchanged):
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExchangedModules]:
     """Compiles at once, and reads none of the tests' files."""
-    monkeypatch.setattr(module_exchange, "_MIN_TRAINED_S", 0.0)
-    monkeypatch.setattr(module_site, "_MIN_GAIN", 0.0)
-    monkeypatch.setattr(module_site, "_IN_PLACE_S", -float("inf"))
-    monkeypatch.setattr(module_limits, "_script_files", lambda: iter(()))
+    monkeypatch.setattr(modules_module, "_MIN_TRAINED_S", 0.0)
+    monkeypatch.setattr(modules_module, "_MIN_GAIN", 0.0)
+    monkeypatch.setattr(modules_module, "_IN_PLACE_S", -float("inf"))
+    monkeypatch.setattr(module_call, "_script_files", lambda: iter(()))
     exchanged = ExchangedModules()
     exchanged.exchange.install()
     try:

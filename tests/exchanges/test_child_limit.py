@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.exchanges.modules.child_limit import ChildLimit
+from hotloop.exchanges.modules import ChildLimit
 
 STEP_S = 0.02
 

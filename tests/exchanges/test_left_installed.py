@@ -48,7 +48,7 @@ def test_nothing_is_left_once_nothing_is_exchanged(kind: str, tmp_path: Path) ->
 
 def test_a_script_s_own_hook_after_hotloop_s_stays_in_place(tmp_path: Path) -> None:
     seen, end, _ = Run(tmp_path, SCRIPT, "late hook", STEPS).lines
-    assert seen == STEPS and end == "end: hook of hotloop.exchanges.update_hook"  # an empty function
+    assert seen == STEPS and end == "end: hook of hotloop.exchanges.windows"  # an empty function
 
 
 def test_a_process_that_the_script_forks_has_nothing_installed(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_
 
 from hotloop.core.random.rng import generator_states
 from hotloop.data.batch_difference import batch_difference
-from hotloop.exchanges import loader_exchange, sample_table
+from hotloop.exchanges import loader_exchange
 from hotloop.exchanges import part as part_module
-from hotloop.exchanges.sample_table import SampleTable, TableRefusal
+from hotloop.exchanges.loader_exchange import SampleTable, TableRefusal
 from tests.exchanges.conftest import set_clocks
 
 SAMPLES = 50
@@ -380,14 +380,14 @@ def test_recording_is_work_of_hotloop_and_the_script_s_own_loading_is_none(
     read = dataset.transform
     dataset.transform = lambda value: (clock.__setitem__(0, clock[0] + 1.0), read(value))[1]
     set_clocks(monkeypatch, lambda: clock[0])
-    summarize, compared = sample_table.dataset_summary, [0.0]
+    summarize, compared = loader_exchange.dataset_summary, [0.0]
 
     def summarize_slowly(source: Any) -> Any:
         clock[0] += 0.5
         compared[0] += 0.5
         return summarize(source)
 
-    monkeypatch.setattr(sample_table, "dataset_summary", summarize_slowly)
+    monkeypatch.setattr(loader_exchange, "dataset_summary", summarize_slowly)
     list(DataLoader(dataset, batch_size=10))
     assert clock[0] == SAMPLES + compared[0] and loaders.part.own_work_s == compared[0] > 0
 
@@ -483,7 +483,7 @@ def test_an_error_of_a_signals_handler_reaches_the_script(loaders, monkeypatch, 
 
 
 def test_a_sample_that_is_recorded_when_a_signal_arrives(monkeypatch: pytest.MonkeyPatch, end_by_signal) -> None:
-    monkeypatch.setattr(sample_table, "dataset_summary", end_by_signal)
+    monkeypatch.setattr(loader_exchange, "dataset_summary", end_by_signal)
     with pytest.raises(TimeoutError):
         SampleTable(exact=False).record(Own(), [0], lambda: None)
 

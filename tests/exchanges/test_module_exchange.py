@@ -19,9 +19,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hotloop.exchanges import module_call, module_proof
+from hotloop.exchanges import modules as modules_module
 from hotloop.exchanges import part as part_module
-from hotloop.exchanges.modules import module_limits, module_proof, module_site
-from hotloop.exchanges.modules.module_site import ModuleErrors, compare_results
+from hotloop.exchanges.module_proof import compare_results
+from hotloop.exchanges.modules import ModuleErrors
 from hotloop.lowering.rewrites import REWRITE_FUNCTIONS
 from tests.exchanges.conftest import set_clocks
 
@@ -255,7 +257,7 @@ def test_reduced_precision_stays(modules) -> None:
 
 
 def test_exact_leaves_modules(modules) -> None:
-    modules.exchange._exact = True
+    modules.exact = True
     train(network(), READY, modules.step_ended)
     assert modules.part.stage == "off" and "bitwise exchanges only" in modules.part.reason
 
@@ -300,7 +302,7 @@ def test_a_script_that_differentiates_twice_stays(
     modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     (tmp_path / "train.py").write_text(text)
-    monkeypatch.setattr(module_limits, "_script_files", lambda: iter([tmp_path / "train.py"]))
+    monkeypatch.setattr(module_call, "_script_files", lambda: iter([tmp_path / "train.py"]))
     train(network(), READY, modules.step_ended)
     assert modules.part.stage == "off" and "differentiated twice" in modules.part.reason
 
@@ -396,7 +398,7 @@ def test_an_error_of_a_signals_handler_reaches_the_script(modules, used, end_by_
 @pytest.mark.more
 def test_an_exchange_that_becomes_wrong_is_taken_back(modules, used, monkeypatch: pytest.MonkeyPatch) -> None:
     model, part = used
-    monkeypatch.setattr(module_site, "RECHECK_CALLS", 3)
+    monkeypatch.setattr(modules_module, "RECHECK_CALLS", 3)
     (site,) = modules.exchange._sites.values()
     compiled = site._compiled
     site._compiled = lambda *args: compiled(*args) * 1.001
@@ -472,7 +474,7 @@ def test_a_fork_that_hangs_is_ended(modules, monkeypatch: pytest.MonkeyPatch) ->
     losses = train(model, 16, lambda: modules.exchange.step_ended(modules.exchange._steps + 1))
     (site,) = modules.exchange._sites.values()
     assert site.process is not None
-    monkeypatch.setattr(module_site.time, "monotonic", lambda: float("inf"))
+    monkeypatch.setattr(modules_module.time, "monotonic", lambda: float("inf"))
     losses += train(model, 1, lambda: modules.exchange.step_ended(modules.exchange._steps + 1))
     assert site.process is None and "did not finish" in modules.part.reason
     assert losses == train(plain, 16) + train(plain, 1)

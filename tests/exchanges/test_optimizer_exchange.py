@@ -55,7 +55,7 @@ def test_an_update_is_proven_and_differs_by_rounding_only(optimizers, kind: str)
     train(model, optimizer, 20)
     assert part.stage == "use" and part.notes == []
     own = make(plain.parameters())
-    optimizers.enabled = False
+    optimizers.is_enabled = False
     part.stage = "off"
     train(plain, own, 3)
     train(plain, own, 20)

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from hotloop.exchanges import exchange_cache
+from hotloop.exchanges import exchange_cache, races
 from hotloop.exchanges import part as part_module
 from hotloop.exchanges.exchange_cache import Decisions
 from hotloop.exchanges.part import CallComparison, Part
-from hotloop.exchanges.windows import paired_times
 from hotloop.tuning.races.statistics import Ratio
 from tests.exchanges.conftest import set_clocks
 
@@ -77,6 +76,7 @@ def test_an_exchange_that_is_not_faster_is_not_used(
     calls.make(part, 300)
     assert part.stage == "off" and "not faster" in part.reason
     assert set(calls.forms[-20:]) == {"original"}
+    assert calls.forms.count("exchanged") <= 12, "twelve pairs exclude a gain"
 
 
 def test_the_next_exchange_is_tried(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:
@@ -169,7 +169,7 @@ def test_a_gain_in_wall_time_alone_is_none(monkeypatch: pytest.MonkeyPatch, chan
 
 def test_a_result_of_a_busy_machine_has_no_interval(monkeypatch: pytest.MonkeyPatch, changes: list[int]) -> None:
     calls, part = Calls(monkeypatch), part_of(changes)
-    monkeypatch.setattr(paired_times.PairedTimes, "was_busy", lambda times: True)
+    monkeypatch.setattr(races.PairedTimes, "was_busy", lambda times: True)
     calls.make(part, 30)
     record = part.as_record(used=True)
     assert part.stage == "use" and record["was_busy"] and record["ratio"]["low"] is None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import hotloop
 from hotloop.inference.evaluate import Evaluator
 from hotloop.inference.metrics import RegressionErrors
-from hotloop.report.regression.residuals import residuals_figure
+from hotloop.report.evaluation import residuals_figure
 from hotloop.task import StepResult
 from tests.support.programs import a_task, trained
 

@@ -20,7 +20,7 @@ from hotloop.profiler.profile import record_script
 from hotloop.profiler.script_child import PlainLineSampler
 from hotloop.profiler.summary import summarize
 from hotloop.scripts import script_process as host
-from hotloop.scripts.import_hook import ImportHook
+from hotloop.scripts.child import ImportHook
 
 SCRIPTS = Path(__file__).parents[1] / "support/scripts"
 

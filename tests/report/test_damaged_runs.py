@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from hotloop.core.files.run_folder import StoredRun
-from hotloop.report.comparison_page import comparison_report
-from hotloop.report.live_runs import LiveRuns
+from hotloop.report.live_server import LiveRuns
 from hotloop.report.notebook import run_html
-from hotloop.report.run_comparison import compare_runs
+from hotloop.report.run_comparison import compare_runs, comparison_report
 from hotloop.report.run_list import SORT_KEYS, list_runs, runs_table, sorted_rows
 from hotloop.report.run_report import run_report
 from hotloop.training.early_stopping import PAUSED

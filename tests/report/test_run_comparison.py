@@ -12,8 +12,7 @@ from torch import nn
 import hotloop
 from hotloop.core.files.run_folder import StoredRun
 from hotloop.plan import Plan
-from hotloop.report.comparison_page import comparison_lines
-from hotloop.report.run_comparison import Comparison, compare_runs
+from hotloop.report.run_comparison import Comparison, compare_runs, comparison_lines
 from tests.support.programs import a_task
 from tests.support.stored_runs import write_run
 

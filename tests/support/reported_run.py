@@ -12,7 +12,7 @@ import torch
 import hotloop
 from hotloop.core.records.race import Parity, Timing, Verdict
 from hotloop.core.records.study import StudyResult, TrialRecord
-from hotloop.report.mistakes import mistake_pictures
+from hotloop.report.evaluation import mistake_pictures
 from hotloop.training.run import Run
 
 HOSTILE = "<img src=x onerror=window.hacked=1></script><script>window.hacked=2</script>"

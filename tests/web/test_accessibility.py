@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from hotloop.core.files.run_folder import StoredRun
-from hotloop.report.comparison_page import comparison_report
 from hotloop.report.live_server import LiveServer, listen, page_address
-from hotloop.report.run_comparison import compare_runs
+from hotloop.report.run_comparison import compare_runs, comparison_report
 from hotloop.report.run_report import run_report
 from hotloop.report.study import study_page
 from tests.support.processes.chromium import needs_browser

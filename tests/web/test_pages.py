@@ -17,11 +17,10 @@ from hotloop.core.records.advice import HardwareAdvice, MachineAdvice, StepCurve
 from hotloop.core.records.race import Crossover, RaceScaling, Timing, Verdict
 from hotloop.core.records.training import Evaluation, Mistake, Picture
 from hotloop.report.advice import cost_front, write_advice
-from hotloop.report.confusion import most_frequent, write_confusion
+from hotloop.report.evaluation import most_frequent, write_confusion, write_mistakes
 from hotloop.report.learning_curves import write_curves
-from hotloop.report.mistakes import write_mistakes
-from hotloop.report.profile_charts import write_charts
-from hotloop.report.race_scaling import write_scaling
+from hotloop.report.profile import write_charts
+from hotloop.report.race import write_scaling
 from tests.support.processes.chromium import Drawn, draw, needs_browser
 from tests.support.profiler.handmade_profiles import made
 

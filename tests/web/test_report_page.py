@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from hotloop.core.files.run_folder import StoredRun
-from hotloop.report.comparison_page import comparison_report
-from hotloop.report.profile_charts import write_charts
-from hotloop.report.run_comparison import compare_runs
+from hotloop.report.profile import write_charts
+from hotloop.report.run_comparison import compare_runs, comparison_report
 from hotloop.report.run_report import document_report, run_report
 from hotloop.report.study import write_study
 from hotloop.training.run import Run

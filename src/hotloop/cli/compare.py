@@ -30,8 +30,7 @@ def compare(
     """
     from hotloop.core.files.atomic_files import check_writable, write_atomic
     from hotloop.core.files.run_folder import StoredRun
-    from hotloop.report.comparison_page import comparison_report, comparison_tables
-    from hotloop.report.run_comparison import compare_runs
+    from hotloop.report.run_comparison import compare_runs, comparison_report, comparison_tables
 
     if len(runs) < 2:
         raise typer.BadParameter("a comparison needs two runs or more")

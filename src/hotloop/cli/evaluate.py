@@ -63,8 +63,7 @@ def evaluate(
     select by --on validation.
     """
     from hotloop import api
-    from hotloop.report.confusion import class_tables
-    from hotloop.report.regression.residuals import regression_table
+    from hotloop.report.evaluation import class_tables, regression_table
 
     with stdout_for(as_json), progress_bar("evaluating") as progress:
         found = api.evaluate(run, on=on, weights=weights.value, trust=trust, device=device, say=say, progress=progress)
@@ -94,10 +93,8 @@ def evaluate(
 
 def _write_pages(found: Evaluation, folder: Path) -> dict[str, Path]:
     from hotloop.core.files.atomic_files import write_atomic
-    from hotloop.report.confusion import write_confusion
+    from hotloop.report.evaluation import mistake_pictures, write_confusion, write_mistakes, write_residuals
     from hotloop.report.html import SCRIPT
-    from hotloop.report.mistakes import mistake_pictures, write_mistakes
-    from hotloop.report.regression.residuals import write_residuals
 
     files = {"evaluation": folder / "evaluation.json"}
     write_atomic(files["evaluation"], found.model_dump_json(indent=2))

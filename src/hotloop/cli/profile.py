@@ -231,13 +231,11 @@ def _profile_task(
 
 
 def _show(found: Profile, module: str | None, pictures: Path | None, as_json: bool) -> None:
-    from hotloop.report.profile import profile_page
+    from hotloop.report.profile import profile_page, write_charts
 
     pages: list[Path] | None = []
     unwritten = None
     if pictures is not None:
-        from hotloop.report.profile_charts import write_charts
-
         pages, unwritten = try_write(lambda: write_charts(found, pictures))
     if as_json:
         print_json({**found.model_dump(), "pages": [str(path) for path in pages or []]})

@@ -122,7 +122,7 @@ def _show(verdict: Any, as_json: bool) -> None:
 
 
 def _show_scaling(scaling: Any, path: Path, as_json: bool) -> None:
-    from hotloop.report.race_scaling import scaling_page, write_scaling
+    from hotloop.report.race import scaling_page, write_scaling
 
     _, unwritten = try_write(lambda: write_scaling(scaling, path))
     if as_json:

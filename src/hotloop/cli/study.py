@@ -183,7 +183,7 @@ def _find(what: str, task: str, param: list[str], axes: dict[str, str], as_json:
 
     from hotloop.hyperparameters.finders.find import find
     from hotloop.hyperparameters.study_options import TaskSource
-    from hotloop.report.learning_rate import learning_rate_lines
+    from hotloop.report.learning_curves import learning_rate_lines
 
     page = Path(f"{Path(split_reference(task)[0]).stem}-lr.html")
     with stdout_for(as_json):

@@ -24,9 +24,11 @@ def batch_leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
 
 
 def batch_form(batch: Any) -> tuple[str, ...]:
-    """Returns each tensor's path, dtype and shape without the batch dimension."""
+    """Returns each tensor's path, dtype and shape without the batch dimension, and other leaves as they are."""
     return tuple(
         f"{path} is {str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape[1:])}"
+        if isinstance(leaf, Tensor)
+        else f"{path} is {leaf!r}"
         for path, leaf in batch_leaves(batch)
     )
 
@@ -35,7 +37,7 @@ def first_difference(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str,
     for mine, others in zip(one, other, strict=False):
         if mine != others:
             return mine, others
-    return f"there are {len(one)} tensors", f"{len(other)}"
+    return f"there are {len(one)} leaves", f"{len(other)}"
 
 
 def batch_difference(one: Any, other: Any) -> str:
@@ -46,6 +48,8 @@ def batch_difference(one: Any, other: Any) -> str:
     if _containers(one) != _containers(other):
         return f"{type_name(one)} of other containers"
     for (path, a), (_, b) in zip(batch_leaves(one), batch_leaves(other), strict=True):
+        if not isinstance(a, Tensor):
+            continue  # part of the form
         if a.shape != b.shape or a.stride() != b.stride():
             return f"{path} has strides {a.stride()} where a copy has {b.stride()}"
         if not raw_bytes(a).equal(raw_bytes(b)):

@@ -202,12 +202,7 @@ def function_of(descriptor: Any) -> Any:
 def _parts_of_function(function: FunctionType, through_code: bool) -> Iterator[Any]:
     if is_library_object(function):
         return
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # the cell is still empty
-            continue
-    yield from (function.__defaults__, function.__kwdefaults__, vars(function))
+    yield from function_parts(function)
     follows_code = through_code and function.__name__ != "__init__" and _is_of_script(str(function.__module__))
     for value in named_globals(function):
         is_followed = follows_code and not isinstance(value, ModuleType)
@@ -215,6 +210,16 @@ def _parts_of_function(function: FunctionType, through_code: bool) -> Iterator[A
             is_followed = is_followed and _is_of_script(str(value.__module__))
         if is_followed or isinstance(value, (*PLAIN, list, dict, Tensor, np.ndarray)):
             yield value
+
+
+def function_parts(function: FunctionType) -> Iterator[Any]:
+    """Yields what a function itself refers to: closure, defaults and attributes."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # the cell is still empty
+            continue
+    yield from (function.__defaults__, function.__kwdefaults__, vars(function))
 
 
 def named_globals(function: FunctionType) -> Iterator[Any]:

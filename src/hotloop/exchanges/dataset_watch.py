@@ -39,6 +39,7 @@ from hotloop.data.dataset_changes import (
     PLAIN,
     attribute_values,
     function_of,
+    function_parts,
     is_library_object,
     named_globals,
     small_content,
@@ -100,13 +101,11 @@ class DatasetWatch:
 
     def has_changed(self) -> bool:
         """Whether an object was changed or replaced since."""
-        return any(
-            _is_other(parts, _parts(value)) or content != _content(value) for value, parts, content in self._known
-        )
-
-
-def _is_other(parts: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    return len(parts) != len(now) or not all(map(operator.is_, parts, now))
+        for value, parts, content in self._known:
+            now = _parts(value)
+            if len(parts) != len(now) or not all(map(operator.is_, parts, now)) or content != _content(value):
+                return True
+        return False
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
@@ -136,7 +135,7 @@ def _parts_of_code(value: Any) -> Iterator[Any]:
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, DESCRIPTORS):
         yield function_of(value)
-    elif _is_library_code(value):
+    elif is_library_object(value) or str(getattr(value, "__module__", "")).partition(".")[0] in sys.stdlib_module_names:
         return
     elif isinstance(value, type):
         yield from (
@@ -145,23 +144,8 @@ def _parts_of_code(value: Any) -> Iterator[Any]:
             if not name.startswith(("__", "_abc_")) or isinstance(part, FunctionType)
         )
     elif isinstance(value, FunctionType):
-        yield from _parts_of_function(value)
-
-
-def _parts_of_function(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # the cell is still empty
-            continue
-    yield from (function.__defaults__, function.__kwdefaults__, vars(function))
-    yield from (value for value in named_globals(function) if not isinstance(value, ModuleType))
-
-
-def _is_library_code(value: Any) -> bool:
-    return (
-        is_library_object(value) or str(getattr(value, "__module__", "")).partition(".")[0] in sys.stdlib_module_names
-    )
+        yield from function_parts(value)
+        yield from (part for part in named_globals(value) if not isinstance(part, ModuleType))
 
 
 def _content(value: Any) -> Any:

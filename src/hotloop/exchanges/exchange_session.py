@@ -19,16 +19,13 @@ from typing import Any
 
 from hotloop.exchanges.exchange_cache import Decisions, write_decisions
 from hotloop.exchanges.loader_exchange import LoaderExchange
-from hotloop.exchanges.modules.module_exchange import ModuleExchange
+from hotloop.exchanges.modules import ModuleExchange
 from hotloop.exchanges.optimizer_exchange import OptimizerExchange
-from hotloop.exchanges.options.option_races import OptionPart, OptionRaces
-from hotloop.exchanges.options.process_options import ProcessOption, process_options
+from hotloop.exchanges.options import OptionPart, OptionRaces, ProcessOption, process_options
 from hotloop.exchanges.part import Part
-from hotloop.exchanges.update_hook import UpdateHook
-from hotloop.exchanges.windows.step_windows import StepWindows
-from hotloop.exchanges.workers.worker_exchange import WorkerExchange
-from hotloop.scripts.child import write_result
-from hotloop.scripts.traceback_frames import leave_out_our_frames, raise_signal_error
+from hotloop.exchanges.windows import StepWindows, UpdateHook
+from hotloop.exchanges.workers import WorkerExchange
+from hotloop.scripts.child import leave_out_our_frames, raise_signal_error, write_result
 
 _WRITE_INTERVAL_S = 30.0
 """Seconds between two writes of the facts, for scripts that are killed."""
@@ -75,7 +72,7 @@ class ExchangeSession:
         show_all_frames: Callable[[], None],
     ) -> None:
         self._show_all_frames: Callable[[], None] | None = show_all_frames
-        self._out, self._exact, self._dry_run = settings["out"], settings["exact"], settings["dry_run"]
+        self._out, self.exact, self._dry_run = settings["out"], settings["exact"], settings["dry_run"]
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._parts: list[Part] = []
         self._cache, self._key, self._arguments = Path(settings["cache"]), key, settings["arguments"]
@@ -90,7 +87,7 @@ class ExchangeSession:
         self._kinds, self._searched_kinds = set[Any](), set[Any]()
         self._hook = UpdateHook(self._update_ended)
         accepts_reduced = settings["accept"] == "reduced-precision"
-        options = process_options(exact=self._exact, accepts_reduced=accepts_reduced)
+        options = process_options(exact=self.exact, accepts_reduced=accepts_reduced)
         self._option_parts = [self._option_part(option) for option in options]
         self._options = OptionRaces(
             self._option_parts, lambda: [one for known in self._optimizers if (one := known()) is not None]
@@ -102,22 +99,10 @@ class ExchangeSession:
             switched=self._options.switch,
             races=lambda step_s: self._workers.races_now() or self._options.step_ended(step_s),
         )
-        self._modules = ModuleExchange(
-            self._make_part,
-            self._is_exchanging,
-            self._is_enabled,
-            exact=self._exact,
-            is_waiting=lambda: self._options.is_undecided("threads"),
-        )
-        self._workers = WorkerExchange(self._make_part, self._is_mine, self._is_enabled)
-        self._optimizer_exchange = OptimizerExchange(self._make_part, self._is_exchanging, self._is_enabled)
-        self._loaders = LoaderExchange(self._make_part, self._is_exchanging, self._is_enabled)
-        self._exchanges: list[OptimizerExchange | LoaderExchange | ModuleExchange | WorkerExchange] = [
-            self._modules,
-            self._workers,
-            self._optimizer_exchange,
-            self._loaders,
-        ]
+        self._modules, self._workers = ModuleExchange(self), WorkerExchange(self)
+        self._optimizer_exchange, self._loaders = OptimizerExchange(self), LoaderExchange(self)
+        exchanges = (self._modules, self._workers, self._optimizer_exchange, self._loaders)
+        self._exchanges: tuple[ModuleExchange | WorkerExchange | OptimizerExchange | LoaderExchange, ...] = exchanges
 
     def install(self) -> None:
         self._begin()
@@ -149,12 +134,11 @@ class ExchangeSession:
             self._show_all_frames = None
 
     def _option_part(self, option: ProcessOption) -> OptionPart:
-        part = OptionPart("process", option.name, [option.exchange], **self._part_settings("process", option.name))
-        part.option = option
+        part = OptionPart(option, **self._part_settings("process", option.name))
         self._use_earlier_refusal(part)
         return part
 
-    def _make_part(self, kind: str, name: str, exchanges: Sequence[str]) -> Part:
+    def make_part(self, kind: str, name: str, exchanges: Sequence[str]) -> Part:
         part = Part(kind, name, exchanges, **self._part_settings(kind, name))
         self._parts.append(part)
         self._use_earlier_refusal(part)
@@ -162,7 +146,7 @@ class ExchangeSession:
 
     def _part_settings(self, kind: str, name: str) -> dict[str, Any]:
         earlier = self._earlier.faster.get(f"{kind}: {name}")
-        return {"exact": self._exact, "changed": self._part_changed, "earlier": earlier}
+        return {"exact": self.exact, "changed": self._part_changed, "earlier": earlier}
 
     def _part_changed(self) -> None:
         if hasattr(self, "_windows"):  # else an earlier run's refusal, before the first step
@@ -180,15 +164,19 @@ class ExchangeSession:
         """The parts of the summary: options whose race hasn't begun are left out."""
         return [*self._parts, *(part for part in self._option_parts if part.stage != "proof")]
 
-    def _is_mine(self) -> bool:
+    def is_mine(self) -> bool:
         return not self._is_over and threading.get_ident() == self._thread
 
-    def _is_exchanging(self) -> bool:
+    def is_exchanging(self) -> bool:
         """Whether a call may be exchanged; a window without exchanges has none of hotloop's own work."""
-        return self._is_mine() and not self._windows.is_plain
+        return self.is_mine() and not self._windows.is_plain
 
-    def _is_enabled(self) -> bool:
+    @property
+    def is_enabled(self) -> bool:
         return self._windows.enabled
+
+    def is_choosing_threads(self) -> bool:
+        return self._options.is_undecided("threads")
 
     def _abandon(self) -> None:
         """In a forked process: all calls are the script's own."""
@@ -198,7 +186,7 @@ class ExchangeSession:
         self._remove_hooks()
 
     def _update_ended(self, optimizer: Any) -> None:
-        if not self._is_mine():
+        if not self.is_mine():
             self._foreign_updates += 1
             if self._foreign_updates == _FOREIGN_UPDATES and not self._windows.steps:
                 self._leave()

@@ -2,6 +2,11 @@
 
 The exchange is made where a loader's iterator fetches the samples of a batch. The sampler, its random numbers and the
 iterator's base seed stay the script's own, and each batch is a new tensor.
+
+The samples of a data set that is no `TensorDataset` are recorded from the batches that the script itself loads. Once many samples
+were read twice with the same bits, a sample is used from memory after its first read; with `--exact`, after its second. Reading it
+may neither draw random numbers nor change the data set. Later changes of the data set are found in its summary, and by one sample
+of each batch that is read anew; with `--exact`, a data set that refers to an object whose changes no summary has is refused.
 """
 
 from __future__ import annotations
@@ -12,33 +17,235 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
+import psutil
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 from torch.utils.data._utils.collate import default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from hotloop.core.patches import Patches
-from hotloop.core.random.rng import generator_restorer
-from hotloop.data.batch_difference import batch_difference
-from hotloop.data.batch_tree import tree_tensors
+from hotloop.core.random.rng import generator_restorer, generator_states
+from hotloop.data.batch_difference import batch_difference, batch_leaves, raw_bytes
+from hotloop.data.batch_tree import map_tensors, tree_tensors
+from hotloop.data.dataset_changes import dataset_summary, names_in_sample_code, reachable_values, unchecked_part
 from hotloop.errors import describe_error
-from hotloop.exchanges.part import CallComparison, Part
-from hotloop.exchanges.sample_table import SampleTable, StaleSample, TableRefusal, describe_dataset
+from hotloop.exchanges.dataset_watch import DatasetWatch
+from hotloop.exchanges.part import CallComparison, DatasetExchange, Part
 from hotloop.profiler.base.transparency import hide_from_warnings
-from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
+from hotloop.scripts.child import raise_signal_error, strip_own_frames
 
-MakePart = Callable[[str, str, Sequence[str]], Part]
+_MAX_MEMORY_SHARE = 0.25
+"""Largest share of the free memory for the table."""
 
-_FROM_MEMORY = ["cut from memory"]
+_MAX_SAMPLES = 2**24
 
-_MAX_PARTS = 32
+_COMPARED_BATCHES = 16
+"""First batches after which the data set is compared, and batches between two later comparisons; before each batch the data
+set is compared as well, and a change clears the table."""
+
+_REPEATED_SAMPLES = 256
+"""Samples that were read twice with the same bits, after which one read of the others is enough."""
+
+_MAX_CHANGES = 3
+"""Changes of the data set in a row, without a batch from memory between them, after which recording is without benefit."""
+
+SIDE_EFFECTS = frozenset(
+    (
+        *("print", "write", "writelines", "input", "system", "Popen", "info", "warning", "warn"),
+        *("time", "time_ns", "perf_counter", "monotonic", "sleep", "now", "today"),
+        *("urandom", "uuid4", "environ", "getenv", "getpid"),
+    )
+)
+"""Names of functions in a data set's code that may do more than return a sample."""
 
 _RECENT_S = 1.0
 """Seconds after the last fetch of a data set for which the script is likely to read on."""
 
 _load = _MapDatasetFetcher.fetch
 """Torch's own function, which reads in this process."""
+
+
+class TableRefusal(Exception):
+    """The samples can't be taken from memory for `reason`; `batch` is the script's own batch."""
+
+    def __init__(self, reason: str, batch: Any) -> None:
+        super().__init__(reason)
+        self.reason, self.batch = reason, batch
+
+
+class StaleSample(Exception):
+    """A sample in memory differs from the same sample read anew."""
+
+
+class SampleTable:
+    """Rows of all samples read so far, as tensors like a collated batch.
+
+    Args:
+        exact: whether each sample is read twice before its use.
+    """
+
+    def __init__(self, *, exact: bool) -> None:
+        self._is_checked, self.exact, self._changes, self._checked = False, exact, 0, -1
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all samples."""
+        self._batches = self._repeated = 0
+        self._columns: Any = None
+        self._reads = bytearray()
+        self._summary: tuple[Any, ...] = ()
+        self._tensors: list[ref[Tensor]] = []
+
+    def note_change(self) -> None:
+        """Forgets all samples, since the data set has changed."""
+        self._changes += 1
+        self.clear()
+
+    def is_complete(self, rows: Sequence[int]) -> bool:
+        """Whether each of these samples was read often enough."""
+        reads, least = self._reads, 2 if self.exact or self._repeated < _REPEATED_SAMPLES else 1
+        return bool(reads) and all(type(row) is int and 0 <= row < len(reads) and reads[row] >= least for row in rows)
+
+    def has_changed(self, dataset: Any) -> bool:
+        """Whether the data set differs from its state at the recorded reads."""
+        return self._differs(dataset_summary(dataset))
+
+    def next_of(self, rows: Sequence[int]) -> list[int]:
+        """Returns the row of a batch whose sample is read anew: another place in each batch."""
+        self._checked += 1
+        return [rows[self._checked % len(rows)]]
+
+    def _differs(self, summary: tuple[Any, ...]) -> bool:
+        is_replaced = any(tensor() is None for tensor in self._tensors)  # another tensor may have the same id
+        return is_replaced or summary != self._summary
+
+    def cut(self, rows: Sequence[int]) -> Any:
+        """Returns a new batch of these samples."""
+        self._changes = 0
+        index = torch.tensor(rows)
+        return map_tensors(lambda column: column.index_select(0, index), self._columns)
+
+    def record(self, dataset: Any, rows: Sequence[int], original: Callable[[], Any]) -> Any:
+        """Returns the script's own batch and records its samples.
+
+        Raises:
+            TableRefusal: the samples can't be taken from memory.
+        """
+        before, states = (), dict[str, Any]()
+        try:
+            before, states = dataset_summary(dataset), generator_states()
+            why = self._begin(dataset, before)
+        except Exception as error:
+            raise_signal_error(error)
+            why = f"its objects can't be followed: {describe_error(error)}"
+        batch = original()
+        try:
+            why = why or self._end(dataset, rows, batch, before, states)
+        except Exception as error:
+            raise_signal_error(error)
+            why = f"its samples can't be stored: {describe_error(error)}"
+        if why:
+            self.clear()
+            raise TableRefusal(why, batch)
+        return batch
+
+    def _begin(self, dataset: Any, summary: tuple[Any, ...]) -> str:
+        """Prepares a record; returns why the data set is unfit, else ""."""
+        if not self._is_checked:
+            self._is_checked = True
+            if why := _why_unfit_dataset(dataset) or (DatasetWatch(dataset).unfit if self.exact else ""):
+                return why
+        if self._reads and self._differs(summary):
+            self.note_change()
+        return "the script changes the data set at each pass" if self._changes >= _MAX_CHANGES else ""
+
+    def _end(self, dataset: Any, rows: Sequence[int], batch: Any, before: tuple, states: dict[str, Any]) -> str:
+        """Stores a batch; returns why its samples are unfit, else ""."""
+        if generator_states() != states:
+            return "its samples draw random numbers"
+        self._batches += 1
+        is_compared = self._batches <= _COMPARED_BATCHES or self._batches % _COMPARED_BATCHES == 0
+        if is_compared and dataset_summary(dataset) != before:
+            return "reading a sample changes the data set"
+        if not self._reads:
+            self._summary = before
+            self._tensors = [ref(value) for value in reachable_values(dataset) if isinstance(value, Tensor)]
+        return self._store(len(dataset), rows, batch)
+
+    def _store(self, count: int, rows: Sequence[int], batch: Any) -> str:
+        """Stores the rows of a batch; returns why they can't be used, else ""."""
+        if any(type(row) is not int for row in rows):
+            return "the sampler yields no plain row numbers"
+        if why := _not_rows(batch, len(rows)):
+            return why
+        if self._columns is None and (why := self._allocate(count, batch)):
+            return why
+        if not all(0 <= row < len(self._reads) for row in rows):
+            return "the sampler yields no plain row numbers"
+        columns, values = list(tree_tensors(self._columns)), list(tree_tensors(batch))
+        form = [(value.dtype, value.shape[1:]) for value in values]
+        if [(column.dtype, column.shape[1:]) for column in columns] != form:
+            return "its samples have several shapes or types"
+        places: dict[bool, list[int]] = {True: [], False: []}
+        for row, place in {row: place for place, row in enumerate(rows)}.items():  # a batch may have a sample twice
+            places[self._reads[row] > 0].append(place)
+            self._reads[row] = min(2, self._reads[row] + 1)
+        index = torch.tensor(rows)
+        again, new = (torch.tensor(places[is_known], dtype=torch.int64) for is_known in (True, False))
+        for column, value in zip(columns, values, strict=True):
+            if len(again) and not raw_bytes(column.index_select(0, index[again])).equal(raw_bytes(_rows(value, again))):
+                return "a sample differs when it is read again"
+            if len(new):
+                column.index_copy_(0, index[new], _rows(value, new))
+        self._repeated += len(places[True])
+        return ""
+
+    def _allocate(self, count: int, batch: Any) -> str:
+        needed = sum(value.nbytes / len(value) for value in tree_tensors(batch)) * count
+        if needed > psutil.virtual_memory().available * _MAX_MEMORY_SHARE:
+            return f"its samples take {needed / 1e6:,.0f} MB, more than a quarter of the free memory"
+        self._columns = map_tensors(lambda value: value.new_empty((count, *value.shape[1:])), batch)
+        self._reads = bytearray(count)
+        return ""
+
+
+def describe_dataset(dataset: Any) -> str:
+    """Returns kind and size of a data set."""
+    try:
+        return f"{type(dataset).__name__}, {len(dataset):,} samples"
+    except Exception:  # the script's own `__len__` may raise anything; the name only describes
+        return type(dataset).__name__
+
+
+def _why_unfit_dataset(dataset: Any) -> str:
+    try:
+        count = len(dataset)
+    except (TypeError, NotImplementedError):
+        return "it has no length"
+    if not 0 < count <= _MAX_SAMPLES:
+        return f"it has {count:,} samples"
+    if found := sorted(SIDE_EFFECTS.intersection(names_in_sample_code(dataset))):
+        return f"its code uses {found[0]}, so it may do more than return a sample"
+    if part := unchecked_part(dataset):
+        return f"it refers to {part}, whose changes can't be noticed at each batch"
+    return ""
+
+
+def _not_rows(batch: Any, count: int) -> str:
+    """Returns why a batch isn't made of plain tensors with a row for each sample, else ""."""
+    leaves = [leaf for _, leaf in batch_leaves(batch)]
+    if not leaves:
+        return "its batches have no tensor"
+    for leaf in leaves:
+        if type(leaf) is not Tensor or leaf.layout != torch.strided or leaf.device.type != "cpu" or leaf.requires_grad:
+            return "its batches have values that are no plain tensors on the CPU"
+        if leaf.ndim == 0 or len(leaf) != count:
+            return "its batches have no row for each sample"
+    return ""
+
+
+def _rows(value: Tensor, places: Tensor) -> Tensor:
+    return value if len(places) == len(value) else value.index_select(0, places)
 
 
 class _LoadedDataset:
@@ -50,67 +257,51 @@ class _LoadedDataset:
         self.fetched_s = 0.0
 
 
-class LoaderExchange:
-    """Replaces the fetch of a batch in this process; worker processes load as before.
-
-    Args:
-        make_part: creates a part of kind, name and exchanges.
-        is_mine: whether calls of this process and thread are exchanged.
-        is_enabled: whether used exchanges are on.
-    """
-
-    def __init__(self, make_part: MakePart, is_mine: Callable[[], bool], is_enabled: Callable[[], bool]) -> None:
-        self._make_part, self._is_mine, self._is_enabled = make_part, is_mine, is_enabled
-        self._known: dict[int, _LoadedDataset] = {}
-        self._made = 0
-        self._patches = Patches()
+class LoaderExchange(DatasetExchange[_LoadedDataset]):
+    """Replaces the fetch of a batch in this process; worker processes load as before."""
 
     def install(self) -> None:
-        self._patches.patch(_MapDatasetFetcher, "fetch", self._exchanging())
+        self._patches.patch(_MapDatasetFetcher, "fetch", self._exchanging)
 
     @property
     def is_over(self) -> bool:
         """Whether no data set is cut from memory or tried."""
-        return all(known.part.stage == "off" for known in list(self._known.values()))
+        return all(known.part.stage == "off" for known in list(self._sites.values()))
 
     @property
     def is_recording(self) -> bool:
         """Whether the script now reads a data set without a decision."""
         recent_s = time.perf_counter() - _RECENT_S
-        known = list(self._known.values())
+        known = list(self._sites.values())
         return any(one.part.stage in ("proof", "race") and one.fetched_s > recent_s for one in known)
 
-    def remove(self) -> None:
-        self._patches.undo()
-
-    abandon = remove
-
     @hide_from_warnings
-    def _exchanging(self) -> Callable[[Any], Any]:
-        def make(original: Any) -> Any:
-            @functools.wraps(original)
-            def fetch(fetcher: Any, index: Any) -> Any:
-                try:
-                    if not self._is_mine() or not _is_plain(fetcher, index) or self._is_refused(fetcher.dataset):
-                        return original(fetcher, index)
-                    return self._fetch(functools.partial(original, fetcher, index), fetcher.dataset, index)
-                except BaseException as error:
-                    error.__traceback__ = strip_own_frames(error)
-                    raise
+    def _exchanging(self, original: Any) -> Any:
+        session = self._session
 
-            return fetch
+        @functools.wraps(original)
+        def fetch(fetcher: Any, index: Any) -> Any:
+            try:
+                if not session.is_exchanging() or not _is_plain(fetcher, index) or self._is_refused(fetcher.dataset):
+                    return original(fetcher, index)
+                return self._fetch(functools.partial(original, fetcher, index), fetcher.dataset, index)
+            except BaseException as error:
+                error.__traceback__ = strip_own_frames(error)
+                raise
 
-        return make
+        return fetch
 
     def _is_refused(self, dataset: Any) -> bool:
         while type(dataset) is Subset:
             dataset = dataset.dataset
-        known = self._known.get(id(dataset))
+        known = self._sites.get(id(dataset))
         return known is not None and known.part.stage == "off" and known.dataset() is dataset
 
-    def _fetch(self, original: Callable[[], Any], dataset: Any, index: list[int]) -> Any:
+    def _fetch(self, original: Callable[[], Any], dataset: Any, rows: list[int]) -> Any:
         try:
-            known, rows = self._source(dataset, index)
+            while type(dataset) is Subset:
+                rows, dataset = [dataset.indices[row] for row in rows], dataset.dataset
+            known = self._site(dataset)
             form = _NO_EXCHANGE if known is None or known.part.stage == "off" else _choose_form(known, rows)
         except Exception as error:  # such as a data set without weak references
             raise_signal_error(error)
@@ -132,24 +323,12 @@ class LoaderExchange:
             original,
             lambda: _cut_or_load(exchanged, original, part),
             lambda: _compare(original, cut, part),
-            enabled=self._is_enabled(),
+            enabled=self._session.is_enabled,
         )
 
-    def _source(self, dataset: Any, rows: list[int]) -> tuple[_LoadedDataset | None, list[int]]:
-        """Returns the data set below torch's subsets, and the rows in it."""
-        while type(dataset) is Subset:
-            rows, dataset = [dataset.indices[row] for row in rows], dataset.dataset
-        if not isinstance(dataset, Dataset):
-            return None, rows  # such as a list, which has no weak references
-        known = self._known.get(id(dataset))
-        if known is None or known.dataset() is not dataset:
-            if self._made >= _MAX_PARTS:
-                return None, rows
-            self._made += 1
-            part = self._make_part("data loader", describe_dataset(dataset), _FROM_MEMORY)
-            key = id(dataset)
-            known = self._known[key] = _LoadedDataset(dataset, part, lambda _: self._known.pop(key, None))
-        return known, rows
+    def _make_site(self, dataset: Any, ended: Callable[[Any], Any]) -> _LoadedDataset:
+        part = self._session.make_part("data loader", describe_dataset(dataset), ["cut from memory"])
+        return _LoadedDataset(dataset, part, ended)
 
 
 def _record(table: SampleTable, dataset: Any, rows: list[int], original: Callable[[], Any], part: Part) -> Any:
@@ -202,7 +381,7 @@ def _choose_form(known: _LoadedDataset, rows: list[int]) -> str:
     part, table, dataset = known.part, known.table, known.dataset()
     assert dataset is not None
     if table is None:
-        unfit = _why_unfit(dataset.tensors, rows)
+        unfit = _why_unfit_tensors(dataset.tensors, rows)
         part.reason = part.reason or unfit
         return _NO_EXCHANGE if unfit else _FROM_TENSORS
     if not table.is_complete(rows):
@@ -226,7 +405,7 @@ def _is_plain(fetcher: Any, index: Any) -> bool:
     )
 
 
-def _why_unfit(tensors: Sequence[Any], rows: Sequence[Any]) -> str:
+def _why_unfit_tensors(tensors: Sequence[Any], rows: Sequence[Any]) -> str:
     for tensor in tensors:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device.type != "cpu":
             return "its tensors are no plain tensors on the CPU"

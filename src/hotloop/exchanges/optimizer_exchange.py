@@ -21,10 +21,10 @@ from torch import Tensor, distributed, nn
 
 from hotloop.core.patches import Patches
 from hotloop.core.task_parts.models import is_gapless
-from hotloop.exchanges.part import Part
+from hotloop.exchanges.part import Exchange, Part, Session
 from hotloop.exchanges.update_proof import Tensors, compare_update
 from hotloop.profiler.base.transparency import hide_from_warnings
-from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
+from hotloop.scripts.child import raise_signal_error, strip_own_frames
 
 _LIST_COUNTS = {"sgd": 3, "adam": 6, "adagrad": 4}
 """Torch's functional updates with a fused kernel on the CPU, and the number of their tensor lists (torch 2.13)."""
@@ -43,8 +43,6 @@ _MAX_PARTS = 64
 
 _REFUSALS = 2
 """Equal parts without an exchange, such as those of a search over learning rates, after which the next one is not tried."""
-
-MakePart = Callable[[str, str, Sequence[str]], Part]
 
 
 def _nothing() -> None:
@@ -90,32 +88,24 @@ class _Group:
         self.fit_rows = references, [value.stride() for value in lists[0] if value is not None]
 
 
-class OptimizerExchange:
-    """Replaces torch's functional updates by functions that choose between original and exchange.
+class OptimizerExchange(Exchange):
+    """Replaces torch's functional updates by functions that choose between original and exchange."""
 
-    Args:
-        make_part: creates a part of kind, name and exchanges.
-        is_mine: whether calls of this process and thread are exchanged.
-        is_enabled: whether used exchanges are on.
-    """
-
-    def __init__(self, make_part: MakePart, is_mine: Callable[[], bool], is_enabled: Callable[[], bool]) -> None:
-        self._make_part, self._is_mine, self._is_enabled = make_part, is_mine, is_enabled
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
         self._groups: dict[tuple[str, int, int], _Group] = {}
         self._alike: defaultdict[Any, list[Part]] = defaultdict(list)
-        self._patches: dict[str, Patches] = {}
-        self._made = 0
+        self._replaced: dict[str, Patches] = {}
 
     def install(self) -> None:
-        for name, lists in _LIST_COUNTS.items():
-            if name not in self._patches:
-                patches = self._patches[name] = Patches()
-                patches.patch(sys.modules[f"torch.optim.{name}"], name, self._exchanging(name, lists))
+        for name in _LIST_COUNTS.keys() - self._replaced.keys():
+            patches = self._replaced[name] = Patches()
+            patches.patch(sys.modules[f"torch.optim.{name}"], name, functools.partial(self._exchanging, name))
 
     def remove(self) -> None:
-        for patches in self._patches.values():
+        for patches in self._replaced.values():
             patches.undo()
-        self._patches = {}
+        self._replaced = {}
 
     abandon = remove
 
@@ -127,27 +117,24 @@ class OptimizerExchange:
     def leave_refused(self) -> None:
         """Gives back the updates of which no group is exchanged or tried."""
         wanted = {name for (name, _, _), group in self._groups.items() if group.part.stage != "off"}
-        for name in self._patches.keys() - wanted:
-            self._patches.pop(name).undo()
+        for name in self._replaced.keys() - wanted:
+            self._replaced.pop(name).undo()
 
     @hide_from_warnings
-    def _exchanging(self, name: str, lists: int) -> Callable[[Any], Any]:
-        def make(original: Any) -> Any:
-            compiling = torch.compiler.is_compiling
+    def _exchanging(self, name: str, original: Any) -> Any:
+        compiling, session, lists = torch.compiler.is_compiling, self._session, _LIST_COUNTS[name]
 
-            @functools.wraps(original)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if compiling() or len(args) != lists or not self._is_mine():
-                    return original(*args, **kwargs)
-                try:
-                    return self._update(name, original, args, kwargs)
-                except BaseException as error:
-                    error.__traceback__ = strip_own_frames(error)
-                    raise
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if compiling() or len(args) != lists or not session.is_exchanging():
+                return original(*args, **kwargs)
+            try:
+                return self._update(name, original, args, kwargs)
+            except BaseException as error:
+                error.__traceback__ = strip_own_frames(error)
+                raise
 
-            return call
-
-        return make
+        return call
 
     def _update(self, name: str, original: Callable[..., None], lists: Sequence[Tensors], kwargs: dict) -> None:
         since_s = time.perf_counter()
@@ -165,7 +152,7 @@ class OptimizerExchange:
             functools.partial(original, *lists, **kwargs),
             lambda: _run_exchange(original, lists, {**kwargs, **flags}, kwargs, part),
             lambda: (None, compare_update(original, lists, kwargs, flags)),
-            enabled=self._is_enabled(),
+            enabled=self._session.is_enabled,
             since_s=since_s,
         )
 
@@ -212,7 +199,7 @@ class OptimizerExchange:
         return group
 
     def _made_part(self, shown: str, settings: tuple[Any, ...]) -> Part:
-        part, alike = self._make_part("optimizer", shown, list(_FLAGS)), self._alike[shown, settings]
+        part, alike = self._session.make_part("optimizer", shown, list(_FLAGS)), self._alike[shown, settings]
         if part.exact and part.stage != "off":
             part.restart(_EXACT_FORMS)
         if len(alike) >= _REFUSALS and all(one.stage == "off" for one in alike):

@@ -1,4 +1,4 @@
-"""A part of the script that hotloop can exchange: compared first, then raced, then used or left out."""
+"""A part of the script that hotloop can exchange: compared first, then raced, then used or left out; and its exchange."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
+from weakref import ref
 
-from hotloop.exchanges.call_race import CallRace
-from hotloop.exchanges.windows.paired_times import PairedTimes, is_costly, read_clocks
+from torch.utils.data import Dataset
+
+from hotloop.core.patches import Patches
+from hotloop.errors import describe_error
+from hotloop.exchanges.races import CallRace, PairedTimes, is_costly, read_clocks
 from hotloop.tuning.races.statistics import Ratio, verdict_of
 
 Stage = Literal["proof", "race", "use", "off"]
@@ -292,3 +296,88 @@ class Part:
 def _describe(ratio: Ratio) -> str:
     interval = "" if ratio.low is None or ratio.high is None else f" (99 %: {ratio.low:.2f} to {ratio.high:.2f})"
     return f"{ratio.median:.2f} times the speed{interval}"
+
+
+class Session(Protocol):
+    """What an exchange asks its session."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether only bitwise exchanges are allowed."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether used exchanges are on."""
+
+    def is_mine(self) -> bool:
+        """Whether calls of this process and thread are exchanged."""
+
+    def is_exchanging(self) -> bool:
+        """Whether a call may be exchanged now; a window without exchanges has none of hotloop's own work."""
+
+    def is_choosing_threads(self) -> bool:
+        """Whether the race of the number of threads, which a compiled module depends on, is undecided."""
+
+    def make_part(self, kind: str, name: str, exchanges: Sequence[str]) -> Part:
+        """Makes a part, which the summary names."""
+
+
+class Exchange:
+    """Functions that take the place of torch's while they are installed.
+
+    Args:
+        session: makes the parts, and says which calls are exchanged.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._patches, self._made = session, Patches(), 0
+
+    def remove(self) -> None:
+        """Gives torch's functions back."""
+        self._patches.undo()
+
+    def abandon(self) -> None:
+        """In a forked process: gives torch's functions back, and leaves the parent's processes alone."""
+        self._patches.undo()
+
+
+class DatasetSite(Protocol):
+    """What an exchange knows of one data set."""
+
+    dataset: ref[Any]
+
+
+Site = TypeVar("Site", bound=DatasetSite)
+
+_MAX_DATASETS = 32
+
+
+class DatasetExchange(Exchange, Generic[Site]):
+    """An exchange of batches; what it knows of a data set ends with the data set."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._sites: dict[int, Site] = {}
+
+    def _make_site(self, dataset: Any, ended: Callable[[Any], Any]) -> Site:
+        raise NotImplementedError
+
+    def _site(self, dataset: Any) -> Site | None:
+        """Returns what is known of a data set; None for a list, which has no weak references, and for too many data sets."""
+        if not isinstance(dataset, Dataset):
+            return None
+        key = id(dataset)
+        site = self._sites.get(key)
+        if site is None or site.dataset() is not dataset:
+            if self._made >= _MAX_DATASETS:
+                return None
+            self._made += 1
+            site = self._sites[key] = self._make_site(dataset, lambda _: self._sites.pop(key, None))
+        return site
+
+
+def first_line(error: BaseException) -> str:
+    """Returns an error's kind and the first line of its text; of a compiler's error the cause."""
+    while (inside := getattr(error, "inner_exception", None)) is not None:
+        error = inside
+    return describe_error(error).splitlines()[0][:200]

@@ -9,9 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hotloop.scripts.child import write_result
-from hotloop.scripts.import_hook import ImportHook, imports_from
-from hotloop.scripts.traceback_frames import leave_out_our_frames
+from hotloop.scripts.child import ImportHook, imports_from, leave_out_our_frames, write_result
 
 
 def wait_for_torch(settings: dict[str, Any]) -> None:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from hotloop.core.tensor_distance import difference_norm
+from hotloop.data.batch_difference import raw_bytes
 from hotloop.errors import describe_error
 from hotloop.exchanges.part import CallComparison
 from hotloop.margins import TYPICAL_LIMIT
-from hotloop.scripts.traceback_frames import raise_signal_error
+from hotloop.scripts.child import raise_signal_error
 
 Tensors = list[Tensor | None]
 """Parameters, gradients or one kind of state, in the same order."""
@@ -49,7 +50,8 @@ def compare_update(
         exchanged: the function of the exchange; None for `update`.
     """
     try:
-        if _bytes(lists) * _COPIES > psutil.virtual_memory().available:
+        size = sum(value.nbytes for tensors in lists for value in tensors if value is not None)
+        if size * _COPIES > psutil.virtual_memory().available:
             raise MemoryError("its proof needs more memory than is free")
         own, sample = _copies(lists, Tensor.clone), _sampler(lists)
         nudged, wide = (
@@ -81,7 +83,8 @@ def _judge(
     update(*wide, **plain)
     if not all(bool(value.isfinite().all()) for tensors in wide for value in tensors if value is not None):
         return CallComparison(False, 0)
-    ratio = max((_error_ratio(*row) for row in _rows(lists, own, nudged, wide)), default=0.0)
+    rows = _rows(lists, own, nudged, wide)
+    ratio = max((error_ratio((value, near), exchanged, true) for value, exchanged, near, true in rows), default=0.0)
     wrong = "" if ratio <= TYPICAL_LIMIT else f"its error is {ratio:.3g} times the noise floor of the script's update"
     return CallComparison(False, _numbers(lists), wrong)
 
@@ -114,10 +117,6 @@ def _widen(value: Tensor) -> Tensor:
     return value.to(torch.float64, copy=True)
 
 
-def _bytes(lists: Sequence[Tensors]) -> int:
-    return sum(value.nbytes for tensors in lists for value in tensors if value is not None)
-
-
 def _numbers(lists: Sequence[Tensors]) -> int:
     return sum(value.numel() for value in lists[0] if value is not None)
 
@@ -130,27 +129,26 @@ def _rows(*variants: Sequence[Tensors]) -> Iterator[tuple[Tensor, ...]]:
                 yield tuple(torch.tensor(torch.inf) if value is None else value.detach() for value in row)
 
 
-def _error_ratio(value: Tensor, exchanged: Tensor, nudged: Tensor, true: Tensor) -> float:
-    if exchanged.shape != true.shape or value.shape != true.shape:
+def error_ratio(own: Sequence[Tensor], exchanged: Tensor, true: Tensor) -> float:
+    """Returns an exchange's error against float64 in multiples of the noise floor.
+
+    The floor is the largest error of the script's own forms, and at least half a unit in the last place of the result.
+    """
+    if any(value.shape != true.shape for value in (*own, exchanged)) or not bool(exchanged.isfinite().all()):
         return torch.inf
-    unit = torch.finfo(value.dtype).eps / 2
-    floor = max(difference_norm(value, true), difference_norm(nudged, true), unit * float(true.norm()))
+    if not true.is_floating_point():
+        return 0.0 if torch.equal(own[0], exchanged) else torch.inf
+    unit = torch.finfo(own[0].dtype).eps / 2
+    floor = max(*(difference_norm(value, true) for value in own), unit * float(true.norm()))
     error = difference_norm(exchanged, true)
-    if not error <= torch.finfo(torch.float64).max:
-        return torch.inf
     return error / floor if floor else (torch.inf if error else 0.0)
 
 
 def _are_bitwise_equal(some: Sequence[Tensors], others: Sequence[Tensors]) -> bool:
     pairs = ((a, b) for one, other in zip(some, others, strict=True) for a, b in zip(one, other, strict=True))
-    return all((a is None and b is None) or _has_same_bits(a, b) for a, b in pairs)
-
-
-def _has_same_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(_raw_bytes(a), _raw_bytes(b))
-
-
-def _raw_bytes(value: Tensor) -> Tensor:
-    return value.detach().contiguous().flatten().view(torch.uint8)
+    return all(
+        a is b is None
+        if a is None or b is None
+        else a.shape == b.shape and a.dtype == b.dtype and raw_bytes(a.detach()).equal(raw_bytes(b.detach()))
+        for a, b in pairs
+    )

@@ -18,9 +18,7 @@ from types import CodeType, FrameType
 from typing import Any, cast
 
 from hotloop.profiler.base.call_sites import CallSites, is_library
-from hotloop.scripts.child import hide_stops, write_result
-from hotloop.scripts.import_hook import ImportHook, imports_from
-from hotloop.scripts.traceback_frames import leave_out_our_frames
+from hotloop.scripts.child import ImportHook, hide_stops, imports_from, leave_out_our_frames, write_result
 
 _INTERVAL_S = 0.004
 _SWITCH_S = 0.0002

@@ -15,9 +15,7 @@ from rich.text import Text
 
 from hotloop.core.format import format_bytes, format_digits, format_flops, format_percent
 from hotloop.core.records.advice import HardwareAdvice, MachineAdvice, Score
-from hotloop.report.html import log_axis, style_figure, write_page
-
-_COLOURS = ("#3566b8", "#d9622b", "#2a9d6f", "#8a4fbf", "#b8860b", "#616e7c")
+from hotloop.report.html import LINE_COLOURS, log_axis, style_figure, write_page
 
 
 def advice_page(advice: HardwareAdvice) -> RenderableType:
@@ -147,7 +145,7 @@ def advice_figure(advice: HardwareAdvice) -> go.Figure:
     priced = [row for row in advice.machines if row.cost is not None and row.fits != "no"]
     _draw_costs(figure, priced)
     for number, curve in enumerate(advice.curves):
-        line = {"color": _COLOURS[number % len(_COLOURS)], "dash": "dot" if curve.is_cpu else "solid"}
+        line = {"color": LINE_COLOURS[number % len(LINE_COLOURS)], "dash": "dot" if curve.is_cpu else "solid"}
         figure.add_trace(
             go.Scatter(x=curve.batch_sizes, y=curve.step_ms, name=escape(curve.name), mode="lines", line=line),
             row=1,
@@ -183,7 +181,7 @@ def _draw_costs(figure: go.Figure, rows: list[MachineAdvice]) -> None:
             hoverinfo="text+x+y",
             mode="markers+text",
             textposition="top center",
-            marker={"size": 9, "color": [_COLOURS[1] if row.marks else _COLOURS[0] for row in rows]},
+            marker={"size": 9, "color": [LINE_COLOURS[1] if row.marks else LINE_COLOURS[0] for row in rows]},
             showlegend=False,
         ),
         row=1,
@@ -195,7 +193,7 @@ def _draw_costs(figure: go.Figure, rows: list[MachineAdvice]) -> None:
             x=[row.run_s / 3600 for row in best],
             y=[row.cost for row in best],
             mode="lines",
-            line={"color": _COLOURS[1], "dash": "dash"},
+            line={"color": LINE_COLOURS[1], "dash": "dash"},
             name="front: no machine is both faster and cheaper",
         ),
         row=1,

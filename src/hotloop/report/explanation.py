@@ -1,4 +1,4 @@
-"""Formats an Explanation for a terminal: each layer's matrices, equations and comparison with autograd."""
+"""Formats an Explanation for a terminal: the lesson of a linear layer, and each layer's matrices, equations and comparison with autograd."""
 
 from __future__ import annotations
 

@@ -7,14 +7,15 @@ import os
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
-
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
+from typing import TYPE_CHECKING, Any
 
 from hotloop.core.files.atomic_files import write_atomic
 
+if TYPE_CHECKING:
+    import plotly.graph_objects as go  # takes half a second to import
+
 INK = "#1f2933"
+LINE_COLOURS = ("#3566b8", "#d9622b", "#2a9d6f", "#8a4fbf", "#b8860b", "#616e7c")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 _PAGE = """\
@@ -45,6 +46,13 @@ CONFIG = {
     "modeBarButtonsToRemove": ["sendDataToCloud", "editInChartStudio"],
 }
 """Settings of all pages, which send nothing anywhere."""
+
+
+def draw(data: Sequence[dict[str, Any]], layout: dict[str, Any]) -> go.Figure:
+    """Returns traces and a layout as a figure."""
+    import plotly.graph_objects as go
+
+    return go.Figure(list(data), layout)
 
 
 def style_figure(figure: go.Figure, title: str, note: str = "") -> go.Figure:
@@ -83,14 +91,10 @@ def log_axis(values: Iterable[float]) -> dict[str, Any]:
     return {"type": "log", "tickvals": ticks, "ticktext": texts}
 
 
-def write_figures(
-    path: Path,
-    title: str,
-    figures: Sequence[go.Figure],
-    option: str | None = None,
-    shared_script: Path | None = None,
+def write_page(
+    path: Path, title: str, figure: go.Figure, option: str | None = None, shared_script: Path | None = None
 ) -> None:
-    """Writes figures below each other as one page for any browser, also offline; errors name the command's `option`.
+    """Writes a figure as a page for any browser, also offline; errors name the command's `option`.
 
     A figure without a height fills the window.
 
@@ -98,23 +102,13 @@ def write_figures(
         shared_script: file of plotly's script, in the page's folder or above, which is written once and shared by pages;
             None for a page that needs no other file.
     """
+    from plotly.offline import get_plotlyjs
+
     source: bool | str = True
     if shared_script is not None:
         script = get_plotlyjs().encode()
         if not shared_script.is_file() or shared_script.stat().st_size != len(script):
             write_atomic(shared_script, script, option)
         source = Path(os.path.relpath(shared_script, path.parent)).as_posix()
-    options: dict[str, Any] = {"full_html": False, "config": CONFIG, "default_height": "calc(100vh - 2rem)"}
-    drawn = [
-        figure.to_html(include_plotlyjs=source if number == 0 else False, **options)
-        for number, figure in enumerate(figures)
-    ]
-    page = _PAGE.format(title=escape(title), font=FONT, ink=INK, figure="\n".join(drawn))
-    write_atomic(path, page, option)
-
-
-def write_page(
-    path: Path, title: str, figure: go.Figure, option: str | None = None, shared_script: Path | None = None
-) -> None:
-    """Writes one figure as a page; see `write_figures`."""
-    write_figures(path, title, [figure], option, shared_script)
+    drawn = figure.to_html(include_plotlyjs=source, full_html=False, config=CONFIG, default_height="calc(100vh - 2rem)")
+    write_atomic(path, _PAGE.format(title=escape(title), font=FONT, ink=INK, figure=drawn), option)

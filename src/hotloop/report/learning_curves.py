@@ -1,4 +1,4 @@
-"""Draws the learning curves of a run."""
+"""Draws the learning curves of a run, and a learning-rate range test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from plotly.subplots import make_subplots
 
 from hotloop.core.callback import View
 from hotloop.core.files.run_folder import StoredRun
-from hotloop.report.html import SCRIPT, style_figure, write_page
+from hotloop.core.records.study import LearningRateRange
+from hotloop.report.html import SCRIPT, log_axis, style_figure, write_page
+from hotloop.report.run_curves import epoch_metrics
 
 _COLOURS = {"train": "#3566b8", "validation": "#d9622b"}
 
@@ -23,7 +25,7 @@ def curves_figure(epochs: Sequence[dict[str, Any]], best: tuple[str, int] | None
     Args:
         best: the monitored figure and its best epoch, which gets a star.
     """
-    metrics = _metrics(epochs)
+    metrics = epoch_metrics(epochs)
     rates = [(row["epoch"], row["learning_rate"]) for row in epochs if row.get("learning_rate") is not None]
     is_scheduled = len({rate for _, rate in rates}) > 1
     titles = [escape(metric) for metric in metrics] + ["learning rate"] * is_scheduled
@@ -66,16 +68,6 @@ def _mark_best(
     figure.add_trace(trace, row=1, col=column)
 
 
-def _metrics(epochs: Sequence[dict[str, Any]]) -> list[str]:
-    names = {
-        key.split("_", 1)[1]
-        for row in epochs
-        for key, value in row.items()
-        if key.startswith(("train_", "validation_")) and value is not None
-    }
-    return sorted(names, key=lambda name: (name != "loss", name))
-
-
 def write_curves(
     epochs: Sequence[dict[str, Any]],
     path: Path,
@@ -93,3 +85,23 @@ def draw_curves(view: View) -> None:
         sampled = {row["epoch"]: row for row in run.epochs if row.get("train_accuracy") is not None}
         rows = [sampled.get(record.epoch, {}) | record.flat() for record in view.history]
         write_curves(rows, view.run / "curves.html", best, view.run / SCRIPT)
+
+
+def learning_rate_lines(found: LearningRateRange) -> list[str]:
+    """Returns the recommendation and how a second run confirms it."""
+    if found.recommended is None:
+        return ["no learning rate lowers the loss: check the Task"]
+    loss = f"loss {found.first_loss:.4f} to {found.last_loss:.4f}"
+    lines = [f"recommended: {found.recommended:.3g}, confirmed by {found.steps} steps with it: {loss}"]
+    return [*lines, f"train: {found.command}"] if found.command else lines
+
+
+def write_learning_rates(path: Path, found: LearningRateRange) -> None:
+    """Writes the loss over the learning rate as one page."""
+    line = go.Scatter(x=found.rates, y=found.losses, mode="lines", line={"color": "#3566b8"}, name="smoothed loss")
+    made = go.Figure(line).update_xaxes(title_text="learning rate", **log_axis(found.rates))
+    made.update_yaxes(title_text="smoothed loss")
+    if found.recommended is not None:
+        made.add_vline(x=found.recommended, line_dash="dash", annotation_text=f"recommended: {found.recommended:.3g}")
+    title = f"{found.name}: learning-rate range test"
+    write_page(path, title, style_figure(made, title, learning_rate_lines(found)[0]))

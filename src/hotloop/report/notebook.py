@@ -5,22 +5,22 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from html import escape
-from typing import Any, get_args
+from typing import Any
 
 from hotloop.core.files.run_folder import StoredRun
-from hotloop.core.format import format_flops, format_milliseconds, format_percent, format_time
+from hotloop.core.format import format_flops, format_time
 from hotloop.core.records.explanation import Explanation
 from hotloop.core.records.profile import Profile
-from hotloop.core.records.profile_terms import Phase
 from hotloop.core.records.race import Verdict
 from hotloop.core.records.training import HTML_VIEWS, Evaluation
+from hotloop.report.blocks import Block
 from hotloop.report.explanation import summary as explanation_summary
 from hotloop.report.explanation import title as layer_title
 from hotloop.report.profile import COLOURS as PHASE_COLOURS
-from hotloop.report.profile import headline
+from hotloop.report.profile import headline, remedies_table, step_phases
 from hotloop.report.progress import format_duration
-from hotloop.report.race import winner_sentence
-from hotloop.report.run_curves import COLOURS, Points, metric_names, thinned
+from hotloop.report.race import plans_table, winner_sentence
+from hotloop.report.run_curves import COLOURS, Points, metric_names, points_by_epoch, thinned
 
 _WIDTH, _HEIGHT, _MARGIN = 420, 170, 36
 """Pixels of a picture of curves."""
@@ -49,17 +49,7 @@ def run_html(run: StoredRun) -> str:
     ]
     pictures = []
     for metric in metric_names([run])[:3]:
-        curves = [
-            (
-                part,
-                [
-                    (row["epoch"], row[f"{part}_{metric}"])
-                    for row in run.epochs
-                    if row.get(f"{part}_{metric}") is not None
-                ],
-            )
-            for part in ("train", "validation")
-        ]
+        curves = [(part, points_by_epoch(run, f"{part}_{metric}")) for part in ("train", "validation")]
         pictures.append(curves_svg(metric.replace("_", " "), curves))
     return _table((), [(name.replace("_", " "), value) for name, value in pairs if value]) + "".join(pictures)
 
@@ -77,39 +67,23 @@ def evaluation_html(evaluation: Evaluation) -> str:
 
 def verdict_html(verdict: Verdict) -> str:
     """Returns the plans with their speeds, and a bar with its interval for each."""
-    rows = [
-        (
-            one.name,
-            "-" if one.step_ms is None else format_milliseconds(one.step_ms),
-            "-" if one.ratio is None else f"{one.ratio:.2f}",
-            "-" if one.ratio_low is None else f"{one.ratio_low:.2f} to {one.ratio_high:.2f}",
-            "failed" if one.failure else one.verdict or "",
-            one.parity or "",
-        )
-        for one in verdict.plans
-    ]
     timed = [one for one in verdict.plans if one.ratio is not None]
     bars = [(one.name, one.ratio or 0.0, f"{one.ratio:.2f}") for one in timed]
     intervals = [(one.ratio_low or one.ratio or 0.0, one.ratio_high or one.ratio or 0.0) for one in timed]
-    columns = ("plan", "step", "times as fast", "99 % interval", "verdict", "proof")
-    return _table(columns, rows) + bars_svg(bars, intervals) + _sentence(winner_sentence(verdict))
+    return _table_of(plans_table(verdict)) + bars_svg(bars, intervals) + _sentence(winner_sentence(verdict))
 
 
 def profile_html(profile: Profile) -> str:
     """Returns the phases of a step as one bar, and the remedies."""
-    phases = [(phase, profile.phases[phase]) for phase in get_args(Phase) if profile.phases.get(phase)]
+    phases = [(phase, ms) for phase, ms in step_phases(profile) if ms]
     total, x, parts, legend = sum(ms for _, ms in phases) or 1.0, 0.0, [], []
     for phase, ms in phases:
-        width = 600 * ms / total
-        shown = f"{phase} {format_time(ms)}"
-        parts.append(
-            f'<rect x="{x:.1f}" width="{width:.1f}" height="28" fill="{PHASE_COLOURS[phase]}"><title>{shown}</title></rect>'
-        )
-        legend.append(f'<span style="color:{PHASE_COLOURS[phase]}">■</span> {shown}')
+        width, colour, shown = 600 * ms / total, PHASE_COLOURS[phase], f"{phase} {format_time(ms)}"
+        parts.append(f'<rect x="{x:.1f}" width="{width:.1f}" height="28" fill="{colour}"><title>{shown}</title></rect>')
+        legend.append(f'<span style="color:{colour}">■</span> {shown}')
         x += width
     picture = f'<svg role="img" aria-label="phases of a step" width="600" height="28">{"".join(parts)}</svg>'
-    rows = [(one.cause, one.where, one.remedy, format_percent(one.gain)) for one in profile.remedies]
-    remedies = _table(("cause", "where", "remedy", "at most"), rows) if rows else ""
+    remedies = _table_of(remedies_table("Remedies", profile.remedies)) if profile.remedies else ""
     return _sentence(headline(profile)) + picture + f"<p>{' &nbsp; '.join(legend)}</p>" + remedies
 
 
@@ -205,6 +179,10 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table>{f'<thead><tr>{head}</tr></thead>' if columns else ''}<tbody>{body}</tbody></table>"
+
+
+def _table_of(block: Block) -> str:
+    return _table(block["columns"], block["rows"])
 
 
 def _sentence(line: str) -> str:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from hotloop.core.feasibility import InfeasibleValue
 from hotloop.core.records.race import Convergence, Parity
+from hotloop.report.blocks import Block, Section, facts, lines, table, terminal_table, text, tiles
 
 if TYPE_CHECKING:
     from hotloop.core.feasibility import PlanForecast, RankedPlan
@@ -109,25 +110,23 @@ def parity_page(parity: Parity) -> RenderableType:
     """Returns the class, the reason, and the tensors with the largest errors."""
     lines = [f"{parity.plan}: {parity.parity} ({_MEANING[parity.parity]})", f"  {parity.reason}"]
     if parity.convergence is not None:
-        lines.append(f"  {_describe_convergence(parity.convergence)}")
+        lines.append(f"  {describe_convergence(parity.convergence)}")
     shown: list[RenderableType] = [Text(line) for line in lines]
     if parity.errors and parity.parity not in ("bitwise", "unproven"):
-        shown.append(_worst_tensors_table(parity))
+        shown.append(terminal_table(_errors(parity, _MAX_TENSORS)))
     return Group(*shown)
 
 
-def _worst_tensors_table(parity: Parity) -> Table:
-    table = Table(title="Furthest from float64", title_justify="left", title_style="bold")
-    table.add_column("what")
-    table.add_column("tensor")
-    for name in ("error", "rounding noise", "times"):
-        table.add_column(name, justify="right")
-    for one in parity.errors[:_MAX_TENSORS]:
-        table.add_row(one.what, Text(one.name), f"{one.error:.1e}", f"{one.floor:.1e}", f"{one.ratio:.3g}")
-    return table
+def _errors(parity: Parity, count: int) -> Block:
+    rows = [
+        (one.what, one.name, f"{one.error:.1e}", f"{one.floor:.1e}", f"{one.ratio:.3g}")
+        for one in parity.errors[:count]
+    ]
+    columns = ("what", "tensor", "error", "rounding noise", "times")
+    return table("Furthest from float64", columns, rows, numbers=(2, 3, 4))
 
 
-def _describe_convergence(convergence: Convergence) -> str:
+def describe_convergence(convergence: Convergence) -> str:
     outcome = "they end alike" if convergence.equivalent else "not shown to end alike"
     trained = f"{len(convergence.plan)} seeds trained for {convergence.epochs} epochs"
     if convergence.difference is None:
@@ -136,3 +135,24 @@ def _describe_convergence(convergence: Convergence) -> str:
         f"{trained}: {convergence.what.replace('_', ' ')} differs by"
         f" {convergence.difference:.2g} ({convergence.low:.2g} to {convergence.high:.2g}), allowed {convergence.margin:.2g}: {outcome}"
     )
+
+
+def proof_section(proof: Parity) -> Section:
+    """Returns the class of a plan's agreement with the baseline, and its largest errors."""
+    blocks = [
+        *tiles([("agreement with the baseline", proof.parity)]),
+        text(proof.reason),
+        facts(
+            [
+                ("Plan", proof.plan),
+                ("Compared states", f"{proof.states:,}"),
+                ("Steps of the free run", f"{proof.free_steps:,}"),
+                ("First wrong tensor", proof.first),
+                ("Convergence", "" if proof.convergence is None else describe_convergence(proof.convergence)),
+            ]
+        ),
+        *lines(proof.reductions),
+    ]
+    if proof.errors:
+        blocks.append(_errors(proof, 30))
+    return Section("proof", "Proof", blocks)

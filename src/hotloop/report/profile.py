@@ -1,17 +1,18 @@
-"""Formats a Profile for a terminal: phases of a step, modules, operators, the bound, and remedies."""
+"""Shows a Profile: on a terminal the phases of a step, modules, operators, the bound, and remedies; the same as figures."""
 
 from __future__ import annotations
 
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from hotloop.core.format import format_bytes, format_flops, format_percent, format_time
@@ -26,6 +27,9 @@ from hotloop.core.records.profile import (
     Remedy,
 )
 from hotloop.core.records.profile_terms import Phase
+from hotloop.errors import HotloopError
+from hotloop.report.blocks import Block, Section, figures, heading, lines, table, text
+from hotloop.report.html import draw, style_figure, write_page
 
 COLOURS: dict[str, str] = {
     "data": "#d9622b",
@@ -109,6 +113,11 @@ def _short(where: str) -> str:
     return where.replace("\\", "/").rpartition("/")[2]
 
 
+def step_phases(profile: Profile) -> list[tuple[str, float]]:
+    """Returns the phases of a step in their order, with their milliseconds."""
+    return [(phase, profile.phases[phase]) for phase in get_args(Phase) if phase in profile.phases]
+
+
 def phases_table(profile: Profile) -> Table:
     """Returns a table with a bar for each phase; all bars together are the step."""
     shown = Table.grid(padding=(0, 1), expand=True)
@@ -118,22 +127,21 @@ def phases_table(profile: Profile) -> Table:
     shown.add_column(justify="right", no_wrap=True)
     total = sum(profile.phases.values()) or 1.0
     begin = 0.0
-    for phase in get_args(Phase):
-        took = profile.phases.get(phase)
-        if took is None:
-            continue
+    for phase, took in step_phases(profile):
         bar = Bar(total, begin, begin + took, color=COLOURS[phase])
         shown.add_row(Text(phase), bar, Text(format_time(took)), Text(format_percent(took / total)))
         begin += took
     return shown
 
 
+def _wide_table(first: str, numbers: Sequence[str]) -> Table:
+    columns = [Column(first, ratio=1, no_wrap=True), *(Column(name, justify="right", no_wrap=True) for name in numbers)]
+    return Table(*columns, box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
+
+
 def ranks_table(profile: Profile) -> Table:
     """Returns a row for each rank: waiting, communication and its own work."""
-    shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
-    shown.add_column("rank", ratio=1, no_wrap=True)
-    for name in ("waiting", "communication", "own work", "most of it"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    shown = _wide_table("rank", ("waiting", "communication", "own work", "most of it"))
     for rank, one in enumerate(profile.ranks[:_RANKS]):
         own = {name: ms for name, ms in one.phases.items() if name not in ("waiting", "communication")}
         most = max(own, key=own.__getitem__, default=None)
@@ -172,16 +180,14 @@ def _describe_longer_step(one: RareUpdate) -> str:
 
 def modules_table(profile: Profile) -> Table:
     """Returns the module tree by name; small modules are counted in one row."""
-    shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
-    shown.add_column("module", ratio=1, no_wrap=True, overflow="ellipsis")
-    updates = any(one.update_ms is not None for one in profile.modules)
-    for name in ("forward", "backward", *(["update", "share"] if updates else ["share", "FLOPs", "bytes", "of limit"])):
-        shown.add_column(name, justify="right", no_wrap=True)
+    has_updates = any(one.update_ms is not None for one in profile.modules)
+    rest = ("update", "share") if has_updates else ("share", "FLOPs", "bytes", "of limit")
+    shown = _wide_table("module", ("forward", "backward", *rest))
     rows = modules_to_show(profile.modules)
     for one in rows:
         share = format_percent(one.share)
         more = [share, format_flops(one.flops), format_bytes(one.bytes), format_percent(one.limit_share)]
-        if updates:
+        if has_updates:
             more = [format_time(one.update_ms), share]
         cells = (_label(one, profile.modules), format_time(one.forward_ms), format_time(one.backward_ms), *more)
         shown.add_row(*(Text(cell) for cell in cells))
@@ -251,11 +257,8 @@ def operators_table(profile: Profile, module: str | None) -> RenderableType:
     rows = [one for one in profile.operators if module in (None, one.module) or _is_inside(one.module, module or "")]
     known = [one for one in rows if not one.name.startswith(_MARKS)]  # the update has its own line
     ranked = sorted(known, key=lambda one: -one.ms)[:_OPERATORS]
-    shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
     title = "operators" if module is None else f"operators in {module or 'the model'}"
-    shown.add_column(title, ratio=1, no_wrap=True, overflow="ellipsis")
-    for name in ("calls", "time", "share", "FLOPs", "bytes"):
-        shown.add_column(name, justify="right", no_wrap=True, vertical="top")
+    shown = _wide_table(title, ("calls", "time", "share", "FLOPs", "bytes"))
     for one in ranked:
         share = one.ms / profile.step_ms if profile.step_ms else None
         shown_name = Text.assemble(one.name.removeprefix("aten::"), "\n", (_operator_details(one), "dim"))
@@ -370,3 +373,217 @@ def _endnotes(profile: Profile) -> Iterator[str]:
 
 def _describe_exit(code: int) -> str:
     return f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+
+
+def profile_section(profile: Profile) -> Section:
+    """Returns the phases of a step, what bounds the step, the remedies, the modules and the operators."""
+    return Section("profile", "Profile", list(_profile_blocks(profile)))
+
+
+def _profile_blocks(profile: Profile) -> Iterator[Block]:
+    yield text(headline(profile))
+    if profile.bound != "unknown":
+        yield text(f"Bound by {profile.bound}.")
+    yield from lines([*profile.bound_evidence, *profile.notes, *filter(None, [profile.busy, profile.stopped])])
+    if profile.phases:
+        yield from figures([phases_figure(profile)], "low")
+    yield from _remedy_blocks("Remedies", profile.remedies)
+    yield from _remedy_blocks("To be measured", profile.candidates)
+    yield from lines(profile.advice)
+    if profile.modules:
+        yield from figures([modules_figure(profile)], "tall")
+        rows = sorted(profile.modules, key=lambda one: -one.share)[:60]
+        yield table(
+            "Modules by time",
+            ("module", "kind", "share", "forward", "backward", "FLOPs"),
+            [
+                (
+                    one.name or "the model",
+                    one.kind,
+                    format_percent(one.share),
+                    format_time(one.forward_ms),
+                    format_time(one.backward_ms),
+                    format_flops(one.flops),
+                )
+                for one in rows
+            ],
+            numbers=(2, 3, 4, 5),
+        )
+    if profile.operators:
+        yield heading("Operators")
+        yield table(
+            "Operators by time",
+            ("operator", "phase", "module", "line", "time"),
+            [
+                (one.name, one.phase, one.module, one.where, format_time(one.ms))
+                for one in sorted(profile.operators, key=lambda one: -one.ms)[:25]
+            ],
+            numbers=(4,),
+        )
+
+
+def _remedy_blocks(title: str, remedies: Sequence[Remedy]) -> list[Block]:
+    return [heading(title), remedies_table(title, remedies)] if remedies else []
+
+
+def remedies_table(title: str, remedies: Sequence[Remedy]) -> Block:
+    rows = [(one.cause, one.where, one.remedy, format_percent(one.gain), one.evidence) for one in remedies]
+    return table(title, ("cause", "where", "remedy", "at most", "evidence"), rows, numbers=(3,))
+
+
+_ROOT = "(model)"
+_MAX_NAMED = 6
+"""Number of roofline points with a visible name; the others show it on hover."""
+
+
+def phases_figure(profile: Profile) -> dict[str, Any]:
+    """Returns the step as one bar, divided into phases."""
+    phases = step_phases(profile)
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "x": [ms],
+            "y": ["step"],
+            "name": f"{phase} {format_time(ms)}",
+            "marker": {"color": COLOURS[phase]},
+            "hovertemplate": f"{phase}: {format_time(ms)}<extra></extra>",
+        }
+        for phase, ms in phases
+    ]
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"title": {"text": "milliseconds"}},
+        "yaxis": {"showticklabels": False},
+        "legend": {"orientation": "h", "y": -0.5, "traceorder": "normal"},
+        "margin": {"l": 10, "r": 10, "t": 5, "b": 40},
+    }
+    label = "Phases of a step: " + ", ".join(f"{phase} {format_time(ms)}" for phase, ms in phases)
+    return {"title": "Where a step's time goes", "label": label, "data": data, "layout": layout}
+
+
+def modules_figure(profile: Profile) -> dict[str, Any]:
+    """Returns the module tree: widths are forward and backward times, colours are shares of the step."""
+    modules, names = profile.modules, {one.name for one in profile.modules}
+    tree = {
+        "type": "icicle",
+        "ids": [one.name or _ROOT for one in modules],
+        "labels": [escape(one.name.rpartition(".")[2] or one.kind) for one in modules],
+        "parents": [_parent_id(one.name, names) for one in modules],
+        "values": [_own_ms(one, modules) for one in modules],
+        "branchvalues": "remainder",
+        "sort": False,
+        "tiling": {"orientation": "v"},
+        "marker": {"colors": [one.share for one in modules], "colorscale": "Blues", "cmin": 0, "cmax": 1},
+        "customdata": [[escape(_hover_text(one))] for one in modules],
+        "hovertemplate": "%{customdata[0]}<extra></extra>",
+        "texttemplate": "%{label}<br>%{customdata[0]}",
+    }
+    title = "Time of each module, forward and backward"
+    return {"title": title, "label": "Tree of modules by time", "data": [tree], "layout": {}}
+
+
+def _parent_id(name: str, names: set[str]) -> str:
+    """Returns the parent's id; empty at the top, and for a model among several, such as `generator`."""
+    above = parent_of(name, names) if name else None
+    return "" if above is None else above or _ROOT
+
+
+def _own_ms(one: ModuleTime, modules: Sequence[ModuleTime]) -> float:
+    """Returns the time without inner modules: as measured, else the time minus the children's."""
+    if one.own_forward_ms is not None and one.own_backward_ms is not None:
+        return max(0.0, one.own_forward_ms + one.own_backward_ms)
+    names = {other.name for other in modules}
+    inside = sum(_total_ms(other) for other in modules if other.name and parent_of(other.name, names) == one.name)
+    return max(0.0, _total_ms(one) - inside)
+
+
+def _total_ms(one: ModuleTime) -> float:
+    return (one.forward_ms or 0.0) + (one.backward_ms or 0.0)
+
+
+def _hover_text(one: ModuleTime) -> str:
+    parts = [f"{one.kind}, {format_time(_total_ms(one))}, {format_percent(one.share)} of the step"]
+    parts += [format_flops(one.flops)] * (one.flops is not None)
+    parts += [f"{format_percent(one.limit_share)} of the limit"] * (one.limit_share is not None)
+    return ", ".join(parts)
+
+
+def roofline_figure(profile: Profile) -> dict[str, Any]:
+    """Returns the modules' FLOP/s against FLOPs per byte, below the machine's measured limits."""
+    leaves = _measured_leaves(profile.modules)
+    named = {one.name for one in sorted(leaves, key=lambda one: -one.share)[:_MAX_NAMED]}
+    intensities = [(one.flops or 0.0) / (one.bytes or 1.0) for one in leaves]
+    span = (min([0.05, *intensities]) / 2, max([100.0, *intensities]) * 2)
+    bandwidth = profile.limits.bytes_per_s
+    data: list[dict[str, Any]] = []
+    for number, (precision, rate) in enumerate(profile.limits.flop_per_s.items()):
+        corner = rate / bandwidth if bandwidth else span[0]
+        xs = [x for x in sorted({*span, corner}) if x >= span[0]]
+        dash = ("solid", "dash", "dot", "dashdot")[number % 4]
+        data.append(
+            {
+                "type": "scatter",
+                "x": xs,
+                "y": [min(rate, x * bandwidth) if bandwidth else rate for x in xs],
+                "mode": "lines",
+                "name": f"limit, {precision}",
+                "line": {"color": "#616e7c", "dash": dash},
+            }
+        )
+    data.append(
+        {
+            "type": "scatter",
+            "x": intensities,
+            "y": [1000 * (one.flops or 0.0) / _total_ms(one) for one in leaves],
+            "mode": "markers+text",
+            "name": "modules",
+            "text": [escape(one.name) if one.name in named else "" for one in leaves],
+            "textposition": [("top center", "bottom center")[number % 2] for number in range(len(leaves))],
+            "marker": {"size": [8 + 40 * min(1.0, one.share) for one in leaves], "color": "#3566b8", "opacity": 0.7},
+            "customdata": [[escape(f"{one.name}: {_hover_text(one)}")] for one in leaves],
+            "hovertemplate": "%{customdata[0]}<extra></extra>",
+        }
+    )
+    axis = {"type": "log", "dtick": 1, "exponentformat": "power"}
+    layout = {
+        "xaxis": {"title": {"text": "FLOPs for each byte"}, **axis},
+        "yaxis": {"title": {"text": "FLOP/s"}, **axis},
+    }
+    title = "Share of this machine's limits that modules reach"
+    return {"title": title, "label": title, "data": data, "layout": layout}
+
+
+def _measured_leaves(modules: Sequence[ModuleTime]) -> list[ModuleTime]:
+    names = {one.name for one in modules}
+    around = {parent_of(name, names) for name in names if name}
+    return [one for one in modules if one.name not in around and one.flops and one.bytes and _total_ms(one)]
+
+
+def write_charts(profile: Profile, folder: Path) -> list[Path]:
+    """Writes the figures with content, each as one self-contained page."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HotloopError(
+            f"{folder} can't be made a folder ({error.strerror})", fix="name another by --pictures"
+        ) from error
+    limits_note = (
+        "Limits as measured on this machine; bytes count tensors once, so operations on cached data can be above "
+        "a limit."
+    )
+    head = headline(profile)
+    pictures: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
+        "phases": (profile.phases, phases_figure, head, {"height": 320, "legend": {"y": -0.4}}),
+        "modules": (profile.modules, modules_figure, head, {"margin": {"l": 18, "r": 18, "b": 18}}),
+        "roofline": (_measured_leaves(profile.modules), roofline_figure, limits_note, {"height": 560}),
+    }
+    written = []
+    for name, (has_content, make, note, layout) in pictures.items():
+        if has_content:
+            chart, path = make(profile), folder / f"{name}.html"
+            figure = style_figure(draw(chart["data"], chart["layout"]), chart["title"], note)
+            title = f"{name.capitalize()} of {profile.source}"
+            write_page(path, title, figure.update_layout(layout), "--pictures")
+            written.append(path)
+    return written

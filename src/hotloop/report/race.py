@@ -1,9 +1,13 @@
-"""Formats a race: a table, and a sentence with the winner and the reason."""
+"""Formats a race: a table, a sentence with the winner and the reason; and races over the size of a Task, with a figure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -12,9 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from hotloop.core.format import format_milliseconds
-from hotloop.core.records.race import TRUSTED_CLASSES, Timing, Verdict, describe_ratio
+from hotloop.core.records.race import TRUSTED_CLASSES, Crossover, RaceScaling, Timing, Verdict, describe_ratio
 from hotloop.core.terminal import Bar
+from hotloop.report.blocks import Block, Section, figures, lines, table, text
+from hotloop.report.html import LINE_COLOURS, draw, log_axis, style_figure, write_page
 from hotloop.report.progress import format_duration
+from hotloop.report.run_curves import COLOURS
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 _NAME = 20
 """Characters of a plan's name that stay on one line in a narrow terminal."""
@@ -143,3 +153,158 @@ def _why_not_winner(rival: Timing, base: Timing, steps: int | None) -> str:
     pays = "" if rival.pays_after is None else f", which pays after {rival.pays_after:,} steps"
     longer = "start and compile" if not rival.looking_ms else "start, compile and check what callbacks change"
     return f"{rival.name} is {rival.ratio:.2f} times as fast, but takes longer to {longer}{pays}"
+
+
+def race_section(verdict: Verdict) -> Section:
+    """Returns the plans' speeds with their intervals, and why the winner won."""
+    reasons = [f"{timing.name}: {timing.parity_reason}" for timing in verdict.plans if timing.parity_reason]
+    failures = [f"{timing.name}: {timing.failure}" for timing in verdict.plans if timing.failure]
+    blocks = [text(winner_sentence(verdict)), *race_figures(verdict), plans_table(verdict)]
+    return Section("race", "Race", [*blocks, *lines([*reasons, *failures, *verdict.remarks])])
+
+
+def plans_table(verdict: Verdict) -> Block:
+    """Returns a row for each plan."""
+    rows = [
+        (
+            timing.name,
+            _step(timing),
+            "-" if timing.ratio is None else f"{timing.ratio:.2f}",
+            "-" if timing.ratio_low is None else f"{timing.ratio_low:.2f} to {timing.ratio_high:.2f}",
+            timing.parity or "-",
+            _describe_verdict(timing, verdict),
+        )
+        for timing in verdict.plans
+    ]
+    columns = ("plan", "step", "times as fast", "99 % interval", "proof", "verdict")
+    marked = [number for number, timing in enumerate(verdict.plans) if timing.name == verdict.winner]
+    return table("Plans", columns, rows, numbers=(1, 2, 3), marked=marked)
+
+
+def race_figures(verdict: Verdict) -> list[Block]:
+    """Returns a bar for each plan with the error bars of its 99 % interval."""
+    timed = [timing for timing in verdict.plans if timing.ratio is not None]
+    if not timed:
+        return []
+    ratios = [timing.ratio or 1.0 for timing in timed]
+    above = [max(0.0, (one.ratio_high or ratio) - ratio) for one, ratio in zip(timed, ratios, strict=True)]
+    below = [max(0.0, ratio - (one.ratio_low or ratio)) for one, ratio in zip(timed, ratios, strict=True)]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "y": list(range(len(timed))),
+            "x": ratios,
+            "error_x": {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "color": COLOURS[7]},
+            "marker": {"color": [COLOURS[2] if one.name == verdict.winner else COLOURS[0] for one in timed]},
+            "hovertemplate": "%{x:.3f} times as fast<extra></extra>",
+        }
+    ]
+    names, baseline = [escape(one.name, quote=False) for one in timed], escape(verdict.baseline, quote=False)
+    layout = {
+        "xaxis": {"title": {"text": f"times as fast as {baseline}"}, "rangemode": "tozero"},
+        "yaxis": {"tickvals": list(range(len(timed))), "ticktext": names, "autorange": "reversed"},
+        "showlegend": False,
+    }
+    label = "; ".join(f"{one.name} {ratio:.2f} times as fast" for one, ratio in zip(timed, ratios, strict=True))
+    shown = {"title": "Speed against the baseline, with 99 % intervals", "label": label, "data": data, "layout": layout}
+    return figures([shown])
+
+
+def scaling_page(scaling: RaceScaling) -> RenderableType:
+    """Returns a row for each size, a column for each plan, and a sentence on each plan but the baseline."""
+    baseline = scaling.races[0].baseline
+    names = [timing.name for timing in scaling.races[0].plans]
+    shown = Table()
+    shown.add_column(scaling.parameter, justify="right")
+    for name in names:
+        shown.add_column(Text(name), justify="right")
+    for value, verdict in zip(scaling.values, scaling.races, strict=True):
+        shown.add_row(value, *(Text(_cell(verdict.plan(name), name == baseline)) for name in names))
+    notes = [
+        f"Note: {scaling.parameter}={value}: {note}"
+        for value, verdict in zip(scaling.values, scaling.races, strict=True)
+        for note in [*(f"{plan.name}: {plan.failure}" for plan in verdict.plans if plan.failure), *verdict.remarks]
+    ]
+    lines = [*notes, *(f"{scaling_sentence(scaling, name)}: {reason}." for name, reason in _reasons(scaling).items())]
+    return Group(shown, *(Text(line) for line in lines))
+
+
+def _cell(timing: Timing, is_baseline: bool) -> str:
+    if timing.step_ms is None:
+        return "failed"
+    return format_milliseconds(timing.step_ms) + ("" if is_baseline else f", {timing.ratio:.2f} times as fast")
+
+
+def scaling_sentence(scaling: RaceScaling, name: str) -> str:
+    """Returns the sizes at which a plan is measurably faster than the baseline."""
+    baseline = scaling.races[0].baseline
+    sides = [_describe_crossing(scaling, one) for one in scaling.crossings if one.name == name and one.at is not None]
+    if sides:
+        return f"{name} is faster than {baseline} {' and '.join(sides)}"
+    shown = {way: _sizes_with_verdict(scaling, name, way) for way in ("faster", "slower")}
+    way, sizes = next(((way, sizes) for way, sizes in shown.items() if sizes), ("", []))
+    if not way:
+        return f"no difference between {name} and {baseline} was shown at any size raced"
+    if len(sizes) == len(scaling.values):
+        return f"{name} is {way} than {baseline} at all sizes raced"
+    return f"{name} is {way} than {baseline} at {scaling.parameter}={', '.join(sizes)}; else no difference was shown"
+
+
+def _describe_crossing(scaling: RaceScaling, crossing: Crossover) -> str:
+    return (
+        f"{crossing.faster} {scaling.parameter}={crossing.at:.3g} (between {crossing.low:.3g} and {crossing.high:.3g})"
+    )
+
+
+def _sizes_with_verdict(scaling: RaceScaling, name: str, verdict: str) -> list[str]:
+    races = zip(scaling.values, scaling.races, strict=True)
+    return [value for value, race in races if race.plan(name).verdict == verdict]
+
+
+def _reasons(scaling: RaceScaling) -> dict[str, str]:
+    return {crossing.name: crossing.reason for crossing in scaling.crossings}
+
+
+def scaling_figure(scaling: RaceScaling) -> go.Figure:
+    """Returns the step time in ms against the size on logarithmic axes, a line for each plan, with crossings."""
+    races = sorted(zip(map(float, scaling.values), scaling.races, strict=True), key=lambda pair: pair[0])
+    lines = []
+    for number, timing in enumerate(scaling.races[0].plans):
+        times = [(size, verdict.plan(timing.name).step_ms) for size, verdict in races]
+        points = [(size, step_ms) for size, step_ms in times if step_ms is not None]
+        lines.append(
+            {
+                "type": "scatter",
+                "x": [size for size, _ in points],
+                "y": [step_ms for _, step_ms in points],
+                "name": escape(timing.name),
+                "mode": "lines+markers",
+                "line": {"color": LINE_COLOURS[number % len(LINE_COLOURS)]},
+            }
+        )
+    figure = draw(lines, {})
+    for crossing in scaling.crossings:
+        if crossing.at is not None:
+            _mark_crossing(figure, crossing.at, f"{escape(crossing.name)}: {crossing.at:.3g}")
+    sizes = [float(value) for value in scaling.values]
+    ticks = {"tickvals": sizes, "ticktext": [escape(value) for value in scaling.values]}
+    figure.update_xaxes(title_text=escape(scaling.parameter), type="log", **ticks)
+    steps_ms = [timing.step_ms for verdict in scaling.races for timing in verdict.plans if timing.step_ms is not None]
+    figure.update_yaxes(title_text="milliseconds of a step", **log_axis(steps_ms))
+    note = "; ".join(scaling_sentence(scaling, name) for name in _reasons(scaling))
+    return style_figure(figure, f"{scaling.races[0].task}: step time against {scaling.parameter}", note).update_layout(
+        height=520
+    )
+
+
+def _mark_crossing(figure: go.Figure, at: float, text: str) -> None:
+    """Draws a vertical line with a text at its top: plotly expects the text's place on a log axis as an exponent."""
+    figure.add_vline(x=at, line_dash="dot", line_color="#616e7c")
+    figure.add_annotation(
+        x=math.log10(at), y=1, yref="y domain", xanchor="left", yanchor="top", showarrow=False, text=text
+    )
+
+
+def write_scaling(scaling: RaceScaling, path: Path) -> None:
+    write_page(path, f"Step time against {scaling.parameter}", scaling_figure(scaling), "--save")

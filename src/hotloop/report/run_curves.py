@@ -27,7 +27,7 @@ def run_figures(run: StoredRun, max_points: int = MAX_POINTS) -> list[Figure]:
     return [
         *figures,
         *_optional(
-            "Learning rate", "epoch", [("learning rate", _by_epoch(run, "learning_rate"))], max_points, zero=True
+            "Learning rate", "epoch", [("learning rate", points_by_epoch(run, "learning_rate"))], max_points, zero=True
         ),
         *_optional("Gradient norm", "epoch", [("norm", _progress(run, "gradient_norm"))], max_points),
         *_optional("Speed", "epoch", [("samples per second", _speed(run))], max_points, zero=True),
@@ -41,7 +41,7 @@ def overlaid_figures(runs: Sequence[StoredRun], names: Sequence[str], max_points
     for metric in metric_names(runs):
         for part in ("validation", "train"):
             key = f"{part}_{metric}"
-            curves = [_by_epoch(run, key, "step") for run in runs]
+            curves = [points_by_epoch(run, key, "step") for run in runs]
             if not any(curves):
                 continue
             title = f"{part} {metric}".replace("_", " ").capitalize()
@@ -51,7 +51,7 @@ def overlaid_figures(runs: Sequence[StoredRun], names: Sequence[str], max_points
                 _figure(f"{title} by time", "seconds of training", list(zip(names, timed, strict=True)), max_points)
             )
     for title, key in (("Learning rate", "learning_rate"), ("Gradient norm", "gradient_norm")):
-        read = _progress if key == "gradient_norm" else _by_epoch
+        read = _progress if key == "gradient_norm" else points_by_epoch
         figures += _optional(
             title, "epoch", [(name, read(run, key)) for name, run in zip(names, runs, strict=True)], max_points
         )
@@ -62,20 +62,24 @@ def overlaid_figures(runs: Sequence[StoredRun], names: Sequence[str], max_points
 
 def metric_names(runs: Iterable[StoredRun]) -> list[str]:
     """Returns the names of metrics without `train_` or `validation_`, the loss first."""
+    names = epoch_metrics(row for run in runs for row in run.epochs)
+    is_complete = "loss" in names or not any(row.get("loss") is not None for run in runs for row in run.progress)
+    return names if is_complete else ["loss", *names]
+
+
+def epoch_metrics(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Returns the names of metrics in the rows of epochs, the loss first."""
     names = {
         key.split("_", 1)[1]
-        for run in runs
-        for row in run.epochs
+        for row in rows
         for key, value in row.items()
         if key.startswith(("train_", "validation_")) and value is not None
     }
-    if any(row.get("loss") is not None for run in runs for row in run.progress):
-        names.add("loss")
     return sorted(names, key=lambda name: (name != "loss", name))
 
 
 def _metric_figure(run: StoredRun, metric: str, max_points: int) -> Figure:
-    curves = [(part, _by_epoch(run, f"{part}_{metric}")) for part in ("train", "validation")]
+    curves = [(part, points_by_epoch(run, f"{part}_{metric}")) for part in ("train", "validation")]
     if metric == "loss" and not any(points for _, points in curves):  # within the first epoch
         curves = [("train", _progress(run, "loss"))]
     figure = _figure(metric.replace("_", " ").capitalize(), "epoch", curves, max_points)
@@ -192,7 +196,7 @@ def _is_figure(value: Any) -> bool:
     return isinstance(value, int | float) and value == value and abs(value) != float("inf")
 
 
-def _by_epoch(run: StoredRun, key: str, x_key: str = "epoch") -> list[tuple[float, float]]:
+def points_by_epoch(run: StoredRun, key: str, x_key: str = "epoch") -> list[tuple[float, float]]:
     return [(row[x_key], row[key]) for row in run.epochs if _is_figure(row.get(key))]
 
 
@@ -216,5 +220,5 @@ def _progress(run: StoredRun, key: str) -> list[tuple[float, float]]:
 
 
 def _speed(run: StoredRun) -> list[tuple[float, float]]:
-    by_epoch = _by_epoch(run, "samples_per_s")
+    by_epoch = points_by_epoch(run, "samples_per_s")
     return by_epoch if len(by_epoch) > 1 else _progress(run, "samples_per_s") or by_epoch

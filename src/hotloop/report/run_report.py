@@ -20,9 +20,12 @@ from hotloop.core.records.profile import Profile
 from hotloop.core.records.race import Parity, Verdict
 from hotloop.core.records.training import Evaluation
 from hotloop.errors import HotloopError, RunError
+from hotloop.report.blocks import Block, Section, details, facts, figures, lines, report_page, table, text, tiles
+from hotloop.report.evaluation import evaluation_section
+from hotloop.report.plan import proof_section
+from hotloop.report.profile import profile_section
 from hotloop.report.progress import format_duration
-from hotloop.report.record_sections import evaluation_section, profile_section, proof_section, race_section
-from hotloop.report.report_page import Block, Section, details, facts, figures, lines, render, table, text, tiles
+from hotloop.report.race import race_section
 from hotloop.report.run_curves import run_figures
 
 Document = Profile | Verdict | Parity | Evaluation
@@ -74,13 +77,12 @@ def run_report(run: StoredRun, documents: Sequence[Document] = ()) -> str:
         Section("environment", "Environment", list(_environment(run))),
         *_source_sections(run),
     ]
-    return render(
-        "report.html.j2",
+    return report_page(
         sections,
+        run.name,
+        _subtitle(run),
         title=f"{run.name}: {run.state}",
-        heading=run.name,
         state=run.state,
-        subtitle=_subtitle(run),
         failure=_failure(run),
         next_step=_next_step(run),
         damages=[*run.damages, *unread],
@@ -95,13 +97,8 @@ def document_report(documents: Sequence[Document]) -> str:
     sections = [*_document_sections(documents, {})]
     if environment["pairs"]:
         sections.append(Section("environment", "Environment", [environment]))
-    values: dict[str, Any] = dict(title=name, heading=name, state="", failure=None, next_step=None, damages=[])
-    return render("report.html.j2", sections, subtitle=_document_kinds(documents), **values)
-
-
-def _document_kinds(documents: Sequence[Document]) -> str:
     kinds = {Profile: "profile", Verdict: "race", Parity: "proof", Evaluation: "evaluation"}
-    return ", ".join(dict.fromkeys(kinds[type(one)] for one in documents))
+    return report_page(sections, name, ", ".join(dict.fromkeys(kinds[type(one)] for one in documents)))
 
 
 def _document_sections(documents: Sequence[Document], pictures: dict[int, str]) -> list[Section]:
@@ -163,11 +160,7 @@ def _pictures(folder: Path) -> dict[int, str]:
 
 def _subtitle(run: StoredRun) -> str:
     created = run.record.created if run.record else ""
-    return f"{run.path} · {_readable_time(created)}" if created else str(run.path)
-
-
-def _readable_time(created: str) -> str:
-    return created.replace("T", " ")
+    return f"{run.path} · {created.replace('T', ' ')}" if created else str(run.path)
 
 
 def _failure(run: StoredRun) -> dict[str, str] | None:

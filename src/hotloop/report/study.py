@@ -18,7 +18,7 @@ from rich.text import Text
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.format import format_figure, format_percent
 from hotloop.core.records.study import StudyResult, TrialRecord, Value
-from hotloop.report.report_page import Block, Section, facts, figure_of, figures, lines, render, table, text, tiles
+from hotloop.report.blocks import Block, Section, facts, figure_of, figures, lines, report_page, table, text, tiles
 
 _MAX_ROWS = 50
 _CONTOUR_PARAMS = 3
@@ -27,7 +27,7 @@ _CONTOUR_PARAMS = 3
 
 def study_table(result: StudyResult) -> RenderableType:
     """Returns the table of trials."""
-    names = list(dict.fromkeys(name for trial in result.trials for name in trial.params))
+    names = _param_names(result)
     has_spread = any(trial.spread is not None for trial in result.trials)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("trial", *names, result.figure.replace("_", " "), *(["spread"] if has_spread else [])):
@@ -36,14 +36,28 @@ def study_table(result: StudyResult) -> RenderableType:
     table.add_column(
         "state", overflow="fold", min_width=min(8, max((len(_state(one)) for one in result.trials), default=0))
     )
-    for trial in _shown(result):
-        cells = [
+    for trial, cells in zip(_shown(result), _trial_rows(result, names, has_spread=has_spread), strict=True):
+        style = "bold green" if trial.number == result.best else "dim" if trial.state == "failed" else ""
+        table.add_row(*map(Text, cells), style=style)
+    return table
+
+
+def _param_names(result: StudyResult) -> list[str]:
+    return list(dict.fromkeys(name for trial in result.trials for name in trial.params))
+
+
+def _trial_rows(result: StudyResult, names: list[str], *, has_spread: bool = False) -> list[list[str]]:
+    return [
+        [
             str(trial.number),
             *(format_value(trial.params[name]) if name in trial.params else "" for name in names),
+            _number(trial.value),
+            *([_number(trial.spread)] if has_spread else []),
+            str(trial.epochs),
+            _state(trial),
         ]
-        cells += [_number(trial.value), *([_number(trial.spread)] if has_spread else []), str(trial.epochs)]
-        style = "bold green" if trial.number == result.best else "dim" if trial.state == "failed" else ""
-        table.add_row(*map(Text, [*cells, _state(trial)]), style=style)
+        for trial in _shown(result)
+    ]
     return table
 
 
@@ -117,17 +131,8 @@ def study_page(result: StudyResult, study: optuna.Study) -> str:
         Section("figures", "Figures", list(_figure_blocks(result, study))),
         Section("trials", "Trials", _trial_blocks(result)),
     ]
-    return render(
-        "report.html.j2",
-        sections,
-        title=f"Study of {result.name}",
-        heading=f"Study of {result.name}",
-        state="finished" if result.ended == "finished" else "stopped",
-        subtitle=result.study,
-        failure=None,
-        next_step=None,
-        damages=[],
-    )
+    state = "finished" if result.ended == "finished" else "stopped"
+    return report_page(sections, f"Study of {result.name}", result.study, state=state)
 
 
 def _summary(result: StudyResult) -> list[Block]:
@@ -149,23 +154,12 @@ def _summary(result: StudyResult) -> list[Block]:
 
 
 def _trial_blocks(result: StudyResult) -> list[Block]:
-    names = list(dict.fromkeys(name for trial in result.trials for name in trial.params))
-    trials = _shown(result)
-    rows = [
-        (
-            str(trial.number),
-            *(format_value(trial.params[name]) if name in trial.params else "" for name in names),
-            _number(trial.value),
-            str(trial.epochs),
-            _state(trial),
-        )
-        for trial in trials
-    ]
+    names, trials = _param_names(result), _shown(result)
     columns = ("trial", *names, result.figure.replace("_", " "), "epochs", "state")
     marked = [place for place, trial in enumerate(trials) if trial.number == result.best]
     left_out = len(result.trials) - len(trials)
     note = [text(f"The table has the {len(trials)} best of {len(result.trials):,} trials.")] if left_out else []
-    return [*note, table("Trials", columns, rows, range(len(columns) - 1), marked)]
+    return [*note, table("Trials", columns, _trial_rows(result, names), range(len(columns) - 1), marked)]
 
 
 def _figure_blocks(result: StudyResult, study: optuna.Study) -> Iterator[Block]:

@@ -8,10 +8,10 @@ import time
 import torch
 from torch import nn
 
-from hotloop.exchanges.modules import module_exchange, module_site
-from hotloop.exchanges.modules.module_site import ModuleSite
+from hotloop.exchanges import modules
+from hotloop.exchanges.modules import ModuleSite
 
-module_exchange._MIN_TRAINED_S, module_site._MIN_GAIN, module_site._IN_PLACE_S = 0.0, 0.0, -1e9
+modules._MIN_TRAINED_S, modules._MIN_GAIN, modules._IN_PLACE_S = 0.0, 0.0, -1e9
 
 torch.manual_seed(0)
 inputs = torch.randn(16, 8)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hotloop.core.records.race import Crossover, RaceScaling, Timing, Verdict
-from hotloop.report.race_scaling import scaling_sentence
+from hotloop.report.race import scaling_sentence
 from hotloop.tuning.races.crossover import Point, crossovers
 from hotloop.tuning.races.statistics import Ratio, verdict_of
 

@@ -18,7 +18,7 @@ from hotloop.hyperparameters.finders.finder_task import fixed_values
 from hotloop.hyperparameters.space import Space, parse_space
 from hotloop.hyperparameters.study_options import TaskSource
 from hotloop.hyperparameters.trial_processes import TrialProcesses
-from hotloop.report.learning_rate import learning_rate_lines, write_learning_rates
+from hotloop.report.learning_curves import learning_rate_lines, write_learning_rates
 
 FINDERS = ("lr", "batch-size")
 

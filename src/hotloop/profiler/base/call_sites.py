@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
-from hotloop.scripts.traceback_frames import HIDDEN
+from hotloop.scripts.child import HIDDEN
 
 _PROFILER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _HOTLOOP = os.path.dirname(_PROFILER)

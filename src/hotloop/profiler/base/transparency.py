@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch._C._dynamo import eval_frame
 
-from hotloop.scripts.traceback_frames import HIDDEN
+from hotloop.scripts.child import HIDDEN
 
 Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
 

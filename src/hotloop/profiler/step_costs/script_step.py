@@ -18,9 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hotloop.scripts.child import hide_stops, mark_stop, write_result
-from hotloop.scripts.import_hook import ImportHook, imports_from
-from hotloop.scripts.traceback_frames import leave_out_our_frames
+from hotloop.scripts.child import ImportHook, hide_stops, imports_from, leave_out_our_frames, mark_stop, write_result
 
 _TRIES = 5
 """Steps that may be recorded, as an evaluation falls into some."""

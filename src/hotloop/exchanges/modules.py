@@ -1,4 +1,7 @@
-"""The calls of one module of the script: plain, recorded for a proof, or by the compiled form.
+"""The module exchange: forward and backward of a network compiled in place, with hotloop's rewrites.
+
+The networks are the modules that the script itself calls in its first training steps. Each call of such a module is plain, recorded
+for a proof, or by the compiled form.
 
 The module object, its class, hooks, parameters and `state_dict()` stay the script's own. torch calls the attribute
 `_compiled_call_impl` of a module if there is one, and leaves the attribute out of copies and pickles.
@@ -19,25 +22,38 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hotloop.core.patches import Patches
 from hotloop.core.processes import CompileProcess
-from hotloop.errors import describe_error
-from hotloop.exchanges.modules.module_call import (
+from hotloop.exchanges.module_call import (
     RecordedCall,
     call_signature,
     has_differentiated_input,
-    notice_gradient,
-)
-from hotloop.exchanges.modules.module_limits import (
     is_plain_training_call,
+    notice_gradient,
     why_hooked,
     why_short_of_memory,
     why_unfit_leaves,
+    why_unfit_module,
 )
-from hotloop.exchanges.part import RECHECK_CALLS, Part
-from hotloop.exchanges.windows.paired_times import Seconds
+from hotloop.exchanges.part import RECHECK_CALLS, Exchange, Part, Session, first_line
+from hotloop.exchanges.races import Seconds
 from hotloop.margins import TYPICAL_LIMIT, WORST_LIMIT
-from hotloop.profiler.base.transparency import hide_from_compiler
-from hotloop.scripts.traceback_frames import raise_signal_error, strip_own_frames
+from hotloop.profiler.base.tensor_facts import has_gradient
+from hotloop.profiler.base.transparency import hide_from_compiler, hide_from_warnings
+from hotloop.scripts.child import raise_signal_error, strip_own_frames
+from hotloop.tuning.live.spare_time import SpareTime
+
+_WATCHED_STEPS = 3
+"""Steps in which the networks are found."""
+
+_MIN_TRAINED_S = 10.0
+"""Seconds of training before a network is compiled: a run of unknown length likely lasts as long again."""
+
+_MAX_PARTS = 8
+
+_COMPILES = "the script uses torch.compile itself"
+
+_NOT_EXACT = "a compiled module is equal within rounding, and this run allows bitwise exchanges only"
 
 _KNOWN_CALLS, _LEAST_SHARE = 10, 0.6
 """Calls after which the most frequent kind of call is known, and its least share."""
@@ -74,29 +90,145 @@ _torch_compile = torch.compile
 Phase = Literal["count", "record", "wait", "ready", "compile"]
 """In `wait` a fork compiles, and in `ready` the module waits until its calls would have paid for compiling in place."""
 
+_MOST_LOSS = 0.02
+"""Largest share of the script's time that forks may cost. The length of the run is unknown, so a larger cost might not be
+saved later."""
 
-def _inlined(module: nn.Module) -> Callable[..., Any]:
-    """Returns a function that torch's compiler captures whole: it skips `_call_impl` itself and `nn.Sequential`."""
-    call = module._call_impl
-    return lambda *args, **kwargs: call(*args, **kwargs)
+_SPAN_S, _RECENT_SPANS = 0.1, 20
+"""Seconds of a span of steps, and the last spans without a fork that give the seconds of a step."""
+
+_OTHER_WORK = 4.0
+"""A step that is so many times as long as usual has an evaluation or a checkpoint in it, and doesn't count."""
+
+_COMPARED_CALLS = 3
+"""Compared calls of which the median error counts."""
 
 
-class _SealedBackend:
-    """Compiles one graph; a second graph is an error, since only the first one is proven."""
+class ModuleExchange(Exchange):
+    """Finds the script's networks, and installs a `ModuleSite` at each."""
 
-    def __init__(self) -> None:
-        self.is_sealed = False
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._sites: dict[int, ModuleSite] = {}
+        self._watched_until: int | None = None
+        self._calls, self._child_limit = Patches(), ChildLimit()
+        self._is_watching = self._is_inside = self._has_compiled = False
+        self._began_s: float | None = None
+        self._step_s: float | None = None
+        self._steps = 0
 
-    def __call__(self, graph: torch.fx.GraphModule, examples: Any) -> Callable[..., Any]:
-        if self.is_sealed:
-            raise RuntimeError("the module changed, so it would be compiled again")
-        from hotloop.lowering.compile.dynamo_backend import compile_rewritten
-        from hotloop.lowering.compile.inductor_options import inductor_options
+    def install(self) -> None:
+        """Looks for networks from the next update on, so a script without training has no hook in its calls."""
+        self._watched_until = None
+        self._patches.patch(torch, "compile", self._noticing)
 
-        # A script may call backward twice on one graph; torch compiles the backward at once if asked to.
-        settings = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}
-        with torch._functorch.config.patch(settings):
-            return compile_rewritten(graph, examples, {**inductor_options(), "compile_threads": 1})
+    def remove(self) -> None:
+        self.end()
+        self.abandon()
+
+    def abandon(self) -> None:
+        self._is_watching = False
+        self._calls.undo()
+        super().abandon()
+        for site in self._sites.values():
+            site.uninstall()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the next steps are needed, to find networks or to try one."""
+        return self._watched_until is None or self._is_watching or any(site.is_tried for site in self._sites.values())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no network is used or waits for a decision."""
+        return not self.is_busy and all(site.is_over for site in self._sites.values())
+
+    def end(self) -> None:
+        """Ends the processes that compile or prove."""
+        for site in self._sites.values():
+            site.end()
+
+    def step_ended(self, steps: int) -> None:
+        """Notes the number of the script's steps so far, after an optimizer's update."""
+        if self._watched_until is None:
+            self._watched_until, self._is_watching = steps + _WATCHED_STEPS, True
+            self._calls.patch(nn.Module, "__call__", self._watching)
+        if steps == self._steps:
+            return
+        now, passed = time.perf_counter(), steps - self._steps
+        span_s = None if self._step_s is None else now - self._step_s
+        self._steps, self._step_s = steps, now
+        if self._is_watching and steps >= self._watched_until:
+            self._is_watching = False
+            self._calls.undo()
+        if not self._sites:
+            return
+        process = next((site.process for site in self._sites.values() if site.process is not None), None)
+        self._child_limit.step_ended(process, span_s, passed)
+        if not self._is_watching:
+            for site in self._sites.values():
+                site.step_ended(steps, span_s if passed == 1 else None)
+
+    @hide_from_warnings
+    def _watching(self, original: Any) -> Any:
+        compiling, session = torch.compiler.is_compiling, self._session
+
+        @functools.wraps(original)
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if compiling() or self._is_inside or not self._is_watching or not session.is_exchanging():
+                return original(module, *args, **kwargs)
+            self._is_inside = True
+            try:
+                result = original(module, *args, **kwargs)
+            except BaseException as error:
+                error.__traceback__ = strip_own_frames(error)
+                raise
+            finally:
+                self._is_inside = False
+            self._note(module, result)
+            return result
+
+        return hide_from_compiler(call)
+
+    def _noticing(self, original: Any) -> Any:
+        """A module that is called inside of a function which the script compiles may have no further attribute."""
+
+        @functools.wraps(original)
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            self._has_compiled = True
+            for site in self._sites.values():
+                site.leave(_COMPILES)
+            return original(*args, **kwargs)
+
+        return compile
+
+    def _note(self, module: nn.Module, result: Any) -> None:
+        """Makes a part of a network that is trained."""
+        if id(module) in self._sites or len(self._sites) >= _MAX_PARTS or not module.training:
+            return
+        if not torch.is_grad_enabled() or not has_gradient(result):
+            return
+        numbers = sum(value.numel() for value in module.parameters() if value.requires_grad)
+        if not numbers:
+            return
+        if self._began_s is None:
+            self._began_s = time.monotonic()
+        part = self._session.make_part("module", f"{type(module).__name__}, {numbers:,} parameters", ["compiled"])
+        site = ModuleSite(module, part, self._session, self._may_begin)
+        self._sites[id(module)] = site
+        unfit = _NOT_EXACT if self._session.exact else _COMPILES if self._has_compiled else why_unfit_module(module)
+        part.reason = "the script ended before compiling was likely to pay"
+        if unfit:
+            part.refuse(unfit)
+
+    def _may_begin(self, site: ModuleSite) -> bool:
+        is_early = self._began_s is None or time.monotonic() - self._began_s < _MIN_TRAINED_S
+        if is_early and not site.part.was_faster and not site.part.proven:
+            return False
+        if any(other.process is not None for other in self._sites.values()):
+            return False
+        is_busy = any(other is not site and other.part.stage == "race" for other in self._sites.values())
+        return not is_busy and not self._session.is_choosing_threads()
 
 
 @hide_from_compiler
@@ -108,8 +240,7 @@ class ModuleSite:
     Args:
         module: the script's.
         part: receives proofs and the race.
-        is_mine: whether calls of this process and thread are exchanged.
-        is_enabled: whether used exchanges are on.
+        session: says which calls are exchanged.
         may_begin: whether the script has trained for so long that compiling is likely to pay, and no other module is
             compiled or proven now.
 
@@ -118,15 +249,10 @@ class ModuleSite:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        part: Part,
-        is_mine: Callable[[], bool],
-        is_enabled: Callable[[], bool],
-        may_begin: Callable[[ModuleSite], bool],
+        self, module: nn.Module, part: Part, session: Session, may_begin: Callable[[ModuleSite], bool]
     ) -> None:
         self._module, self.part = weakref.ref(module), part
-        self._is_mine, self._is_enabled, self._may_begin = is_mine, is_enabled, may_begin
+        self._session, self._may_begin = session, may_begin
         self._backend = _SealedBackend()
         self._compiled: Callable[..., Any] | None = None
         self.process: CompileProcess | None = None
@@ -242,25 +368,22 @@ class ModuleSite:
             before_s, self._cpu_s = self._cpu_s, time.process_time()
             is_raced = self._is_counted and self.calls_in_step > 0
             if is_raced and seconds is not None and part.race.add(Seconds(seconds, self._cpu_s - before_s)):
-                self._decide()
+                part.decide(part.times)
+                if self.part.stage == "off":
+                    self.remove()
             self.exchanges_step, self._is_counted = part.race.exchanges_next, True
-
-    def _decide(self) -> None:
-        self.part.decide(self.part.times)
-        if self.part.stage == "off":
-            self.remove()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None  # its caller
         plain = module._call_impl
-        if torch.compiler.is_compiling() or self.part.stage == "off" or not self._is_mine():
+        if torch.compiler.is_compiling() or self.part.stage == "off" or not self._session.is_exchanging():
             return plain(*args, **kwargs)
         try:
             form = self._choose(module, plain, args, kwargs)
         except Exception as error:
             raise_signal_error(error)
-            self.leave(f"an internal error of hotloop: {_first_line(error)}")
+            self.leave(f"an internal error of hotloop: {first_line(error)}")
             form = plain
         try:
             return form(*args, **kwargs)
@@ -307,7 +430,7 @@ class ModuleSite:
             return self._recorded
         if stage == "race":
             return self._exchanged if self.exchanges_step else plain
-        return self._exchanged if stage == "use" and self._is_enabled() else plain
+        return self._exchanged if stage == "use" and self._session.is_enabled else plain
 
     def _counted(self, signature: Any, *args: Any, **kwargs: Any) -> Any:
         """Makes the script's own call, and counts the call once a gradient reaches its result."""
@@ -358,7 +481,7 @@ class ModuleSite:
                 self.leave(call.unfit)
         except Exception as error:
             raise_signal_error(error)
-            self.leave(f"an internal error of hotloop: {_first_line(error)}")
+            self.leave(f"an internal error of hotloop: {first_line(error)}")
         return result
 
     def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall | None:
@@ -370,7 +493,7 @@ class ModuleSite:
             return RecordedCall(module, args, kwargs)
         except Exception as error:  # such as too little memory for copies; the script's call goes on
             raise_signal_error(error)
-            self.leave(f"its call can't be recorded: {_first_line(error)}")
+            self.leave(f"its call can't be recorded: {first_line(error)}")
             return None
 
     def _fork(self, call: RecordedCall) -> None:
@@ -384,7 +507,7 @@ class ModuleSite:
                 self._begin_process(call)
         except Exception as error:  # such as a limit of processes; the script's backward goes on
             raise_signal_error(error)
-            self.leave(_first_line(error))
+            self.leave(first_line(error))
 
     def _begin_process(self, call: RecordedCall) -> None:
         threads, self._process_until = torch.get_num_threads(), time.monotonic() + _MOST_PROCESS_S
@@ -395,7 +518,7 @@ class ModuleSite:
         self._phase = self._phase if is_in_place else "wait"
 
         def work() -> dict[str, Any]:
-            from hotloop.exchanges.modules import module_proof  # takes about a second, so in the fork alone
+            from hotloop.exchanges import module_proof  # takes about a second, so in the fork alone
 
             prove = module_proof.prove if is_in_place else module_proof.compile_and_prove
             return prove(call, compiled, threads)
@@ -444,7 +567,7 @@ class ModuleSite:
                     compiled(*copies, **keywords)
         except Exception as error:
             raise_signal_error(error)
-            self.leave(f"it can't be compiled: {_first_line(error)}")
+            self.leave(f"it can't be compiled: {first_line(error)}")
         finally:
             torch.set_rng_state(call.random)
             with torch.no_grad():
@@ -465,26 +588,73 @@ class ModuleSite:
         except Exception as error:
             raise_signal_error(error)
             torch.set_rng_state(state)
-            self.leave(f"it raised {_first_line(error)}")
+            self.leave(f"it raised {first_line(error)}")
             return module._call_impl(*args, **kwargs)
 
 
-def _first_line(error: BaseException) -> str:
-    """Returns an error's kind and the first line of its text; of a compiler's error the cause."""
-    while (inside := getattr(error, "inner_exception", None)) is not None:
-        error = inside
-    return describe_error(error).splitlines()[0][:200]
+def _inlined(module: nn.Module) -> Callable[..., Any]:
+    """Returns a function that torch's compiler captures whole: it skips `_call_impl` itself and `nn.Sequential`."""
+    call = module._call_impl
+    return lambda *args, **kwargs: call(*args, **kwargs)
 
 
-_JUDGED_CALLS = 3
-"""Compared calls of which the median error counts."""
+class _SealedBackend:
+    """Compiles one graph; a second graph is an error, since only the first one is proven."""
+
+    def __init__(self) -> None:
+        self.is_sealed = False
+
+    def __call__(self, graph: torch.fx.GraphModule, examples: Any) -> Callable[..., Any]:
+        if self.is_sealed:
+            raise RuntimeError("the module changed, so it would be compiled again")
+        from hotloop.lowering.compile.dynamo_backend import compile_rewritten
+        from hotloop.lowering.compile.inductor_options import inductor_options
+
+        # A script may call backward twice on one graph; torch compiles the backward at once if asked to.
+        settings = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}
+        with torch._functorch.config.patch(settings):
+            return compile_rewritten(graph, examples, {**inductor_options(), "compile_threads": 1})
+
+
+class ChildLimit:
+    """Pauses a fork while the steps at the same time are too slow; a fork on an idle core is never paused for long."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_RECENT_SPANS)
+        self._process: CompileProcess | None = None
+        self._spare_time: SpareTime | None = None
+        self._steps, self._seconds = 0, 0.0
+
+    def step_ended(self, process: CompileProcess | None, seconds: float | None, steps: int = 1) -> None:
+        """Records some steps.
+
+        Args:
+            process: the fork that runs now, or None.
+            seconds: of the steps; None if unknown.
+            steps: their number.
+        """
+        if process is not self._process:
+            self._process, self._spare_time, self._steps, self._seconds = process, None, 0, 0.0
+            if process is not None and self._recent:
+                usual_s = statistics.median(self._recent)
+                self._spare_time = SpareTime(usual_s, process.pause, process.proceed, most_loss=_MOST_LOSS)
+        if seconds is None or (self._recent and seconds > _OTHER_WORK * steps * statistics.median(self._recent)):
+            return
+        self._steps, self._seconds = self._steps + steps, self._seconds + seconds
+        if self._seconds < _SPAN_S:
+            return
+        if self._spare_time is not None:
+            self._spare_time.record(self._steps, self._seconds)
+        elif process is None:
+            self._recent.append(self._seconds / self._steps)
+        self._steps, self._seconds = 0, 0.0
 
 
 class ModuleErrors:
     """Errors of each tensor against float64 in the last calls, in multiples of the noise floor."""
 
     def __init__(self) -> None:
-        self._errors: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_JUDGED_CALLS))
+        self._errors: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_COMPARED_CALLS))
         self._calls = 0
 
     def add(self, errors: Mapping[str, float]) -> str:
@@ -500,7 +670,7 @@ class ModuleErrors:
     @property
     def is_enough(self) -> bool:
         """Whether the median of enough calls is known."""
-        return self._calls >= _JUDGED_CALLS
+        return self._calls >= _COMPARED_CALLS
 
     def verdict(self) -> str:
         """Returns what is typically wrong; empty if nothing is."""

@@ -1,4 +1,7 @@
-"""Renders pages with Jinja2 templates: one HTML file with its own script, style and figures."""
+"""What a page, a terminal and a notebook show of a record: blocks of text, tables and figures; and pages of HTML.
+
+A page is one file with its own script, style and figures, by Jinja2 templates.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from rich.table import Table
+from rich.text import Text
 
 from hotloop import __version__
 
@@ -92,8 +95,20 @@ def figure_of(plotly_figure: Any, title: str, label: str) -> dict[str, Any]:
     return {"title": title, "label": label, "data": document["data"], "layout": layout}
 
 
+def terminal_table(block: Block, **options: Any) -> Table:
+    """Returns a table block for a terminal; the options are those of `rich.table.Table`."""
+    shown = Table(title=block["caption"], title_justify="left", title_style="bold", **options)
+    for number, column in enumerate(block["columns"]):
+        shown.add_column(Text(column), justify="right" if number in block["numbers"] else "left", overflow="fold")
+    for row in block["rows"]:
+        shown.add_row(*(Text(cell) for cell in row))
+    return shown
+
+
 def render(template: str, sections: Sequence[Section] = (), **values: Any) -> str:
     """Returns the HTML of a template; figures of the sections are numbered and written once, as JSON."""
+    from markupsafe import Markup
+
     specs: dict[str, Any] = {}
     for figure in _figures_in(sections):
         figure["id"] = f"figure-{len(specs)}"
@@ -113,6 +128,22 @@ def render(template: str, sections: Sequence[Section] = (), **values: Any) -> st
             **values,
         )
     )
+
+
+def report_page(
+    sections: Sequence[Section],
+    heading: str,
+    subtitle: str,
+    *,
+    title: str | None = None,
+    state: str = "",
+    failure: dict[str, str] | None = None,
+    next_step: dict[str, str] | None = None,
+    damages: Sequence[str] = (),
+) -> str:
+    """Returns the HTML of a page with sections below a heading."""
+    head: dict[str, Any] = dict(title=title or heading, heading=heading, subtitle=subtitle, state=state)
+    return render("report.html.j2", sections, **head, failure=failure, next_step=next_step, damages=damages)
 
 
 def script_json(value: Any) -> str:
@@ -145,7 +176,9 @@ def _figures_in(sections: Sequence[Section]) -> Iterator[dict[str, Any]]:
 
 
 @cache
-def _environment() -> Environment:
+def _environment() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # takes long to import
+
     return Environment(
         loader=PackageLoader("hotloop.report", "templates"),
         autoescape=True,

@@ -29,11 +29,11 @@ from torch.utils.data import (
 )
 
 from hotloop.core.random.rng import generator_states
+from hotloop.data.batch_difference import batch_difference
 from hotloop.exchanges import part as part_module
-from hotloop.exchanges.workers import fetch_pool, worker_site
-from hotloop.exchanges.workers.worker_limits import difference
+from hotloop.exchanges import workers as workers_module
 
-SCRIPTS = Path(__file__).parents[2] / "support/scripts"
+SCRIPTS = Path(__file__).parents[1] / "support/scripts"
 
 SAMPLES = 90
 
@@ -95,7 +95,7 @@ def assert_same(workers: Any, make: Callable[[], DataLoader], epochs: int = 3) -
     own = list(steps(make(), epochs))
     assert workers.fetched == fetched and len(found) == len(own)
     for (batch, states), (own_batch, own_states) in zip(found, own, strict=True):
-        assert not difference(own_batch, batch) and states == own_states
+        assert not batch_difference(own_batch, batch) and states == own_states
 
 
 def sampler_options(name: str, dataset: Any) -> dict[str, Any]:
@@ -131,8 +131,8 @@ def test_other_samples(workers, kind: Callable[[], Dataset]) -> None:
 
 
 def test_several_workers(workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_site.math, "ceil", lambda value: 3)
-    monkeypatch.setattr(worker_site.os, "sched_getaffinity", lambda process: range(3))
+    monkeypatch.setattr(workers_module.math, "ceil", lambda value: 3)
+    monkeypatch.setattr(workers_module.os, "sched_getaffinity", lambda process: range(3))
     dataset = Plain()
     assert_same(workers, lambda: DataLoader(dataset, batch_size=4, shuffle=True))
     assert workers.part.exchange == "3 processes fetch ahead" and workers.fetched > 20
@@ -171,12 +171,14 @@ def test_windows_without_exchanges_use_no_workers(workers) -> None:
     def switch() -> None:
         workers.use()
         counts.append(workers.fetched)
-        workers.enabled = len(counts) % 20 < 10
+        workers.is_enabled = len(counts) % 20 < 10
 
     found = list(steps(DataLoader(dataset, batch_size=8, shuffle=True), 1, switch))
     workers.leave()
     own = list(steps(DataLoader(dataset, batch_size=8, shuffle=True), 1))
-    assert all(not difference(one[0], other[0]) and one[1] == other[1] for one, other in zip(found, own, strict=True))
+    assert all(
+        not batch_difference(one[0], other[0]) and one[1] == other[1] for one, other in zip(found, own, strict=True)
+    )
     assert counts[19] == counts[12] < counts[28] > 0
 
 
@@ -331,11 +333,11 @@ class HeldImages(Plain):
 
 
 REFUSED: dict[Callable[[], Any], str] = {
-    Draws: fetch_pool.DRAWS,
-    DrawsFromPython: fetch_pool.DRAWS,
-    Counted: fetch_pool.CHANGES,
-    CountedInList: fetch_pool.CHANGES,
-    CountedGlobally: fetch_pool.CHANGES,
+    Draws: workers_module.DRAWS,
+    DrawsFromPython: workers_module.DRAWS,
+    Counted: workers_module.CHANGES,
+    CountedInList: workers_module.CHANGES,
+    CountedGlobally: workers_module.CHANGES,
     OwnGenerator: "random generator of its own",
     GlobalGenerator: "random generator of its own",
     Hidden: "differs when it is read again",
@@ -367,7 +369,7 @@ def test_a_data_set_that_workers_can_not_read_is_refused(workers, kind: Callable
     own, *own_counts = outcome()
     assert counts == own_counts
     for (batch, states), (own_batch, own_states) in zip(exchanged, own, strict=True):
-        assert not difference(own_batch, batch) and states == own_states
+        assert not batch_difference(own_batch, batch) and states == own_states
 
 
 def test_a_draw_at_the_500th_sample_ends_the_use_before_it(workers) -> None:
@@ -375,7 +377,7 @@ def test_a_draw_at_the_500th_sample_ends_the_use_before_it(workers) -> None:
     assert_same(workers, lambda: DataLoader(dataset, batch_size=8), epochs=2)
     assert workers.fetched > 40
     (note,) = workers.parts[0].notes
-    assert "was taken back: " + fetch_pool.DRAWS in note and "\n" not in note
+    assert "was taken back: " + workers_module.DRAWS in note and "\n" not in note
 
 
 class Failing(Plain):
@@ -434,7 +436,7 @@ def test_a_change_by_the_script_is_seen_in_the_next_batch(workers, change: Calla
     exchanged = found()
     assert workers.fetched > 20 and workers.part.stage == "use"
     workers.leave()
-    assert all(not difference(own, one) for own, one in zip(found(), exchanged, strict=True))
+    assert all(not batch_difference(own, one) for own, one in zip(found(), exchanged, strict=True))
 
 
 def test_a_change_at_each_batch_ends_the_use(workers) -> None:
@@ -449,8 +451,8 @@ def test_a_change_at_each_batch_ends_the_use(workers) -> None:
 
 
 def test_a_wrong_batch_is_refused(workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fetch_pool.WatchedBatches.__getitem__
-    monkeypatch.setattr(fetch_pool.WatchedBatches, "__getitem__", lambda batches, rows: real(batches, rows[::-1]))
+    real = workers_module.WatchedBatches.__getitem__
+    monkeypatch.setattr(workers_module.WatchedBatches, "__getitem__", lambda batches, rows: real(batches, rows[::-1]))
     found = [batch["y"].tolist() for batch, _ in steps(DataLoader(Plain(), batch_size=8), 1, workers.use)]
     assert workers.part.stage == "off" and "a worker's batch differs" in workers.part.reason
     assert [row for rows in found for row in rows] == list(range(SAMPLES))
@@ -458,13 +460,13 @@ def test_a_wrong_batch_is_refused(workers, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_batch_that_becomes_wrong_is_taken_back(workers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_module, "RECHECK_CALLS", 5)
-    real = fetch_pool.WatchedBatches.__getitem__
+    real = workers_module.WatchedBatches.__getitem__
 
     def later_wrong(batches: Any, rows: Any) -> Any:
         wrong, batch = real(batches, rows)
         return wrong, {**batch, "y": batch["y"] + 1} if rows[0] > 40 else batch
 
-    monkeypatch.setattr(fetch_pool.WatchedBatches, "__getitem__", later_wrong)
+    monkeypatch.setattr(workers_module.WatchedBatches, "__getitem__", later_wrong)
     list(steps(DataLoader(Plain(400), batch_size=4), 1, workers.use))
     assert workers.part.stage == "off" and "was taken back" in workers.part.notes[0]
 
@@ -472,7 +474,7 @@ def test_a_batch_that_becomes_wrong_is_taken_back(workers, monkeypatch: pytest.M
 def test_a_worker_that_dies_is_replaced_by_the_script_s_own_process(workers, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = Plain()
 
-    monkeypatch.setattr(worker_site, "_MIN_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(workers_module, "_MIN_TIMEOUT_S", 2.0)
 
     def kill_once() -> None:
         workers.use()
@@ -487,15 +489,15 @@ def test_a_worker_that_dies_is_replaced_by_the_script_s_own_process(workers, mon
 
 
 def test_a_worker_that_hangs_is_replaced_by_the_script_s_own_process(workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_site, "_MIN_TIMEOUT_S", 0.5)
-    real = fetch_pool.WatchedBatches.__getitem__
+    monkeypatch.setattr(workers_module, "_MIN_TIMEOUT_S", 0.5)
+    real = workers_module.WatchedBatches.__getitem__
 
     def hanging(batches: Any, rows: Any) -> Any:
         if rows[0] == 60:
             time.sleep(1000)
         return real(batches, rows)
 
-    monkeypatch.setattr(fetch_pool.WatchedBatches, "__getitem__", hanging)
+    monkeypatch.setattr(workers_module.WatchedBatches, "__getitem__", hanging)
     found = [batch["y"].tolist() for batch, _ in steps(DataLoader(Plain(), batch_size=4), 2, workers.use)]
     assert [row for rows in found for row in rows] == list(range(SAMPLES)) * 2
     assert "timed out" in workers.part.reason and workers.fetched and not workers.processes()
@@ -511,7 +513,7 @@ def test_a_fork_of_the_script_ends_no_worker(workers) -> None:
             worker = workers.processes()[0]
             if (child := os.fork()) == 0:
                 try:
-                    fetch_pool.abandon_pools()  # as the session does after a fork
+                    workers_module.abandon_pools()  # as the session does after a fork
                     import gc
 
                     gc.collect()
@@ -539,20 +541,20 @@ def test_other_loaders_are_left_alone(workers, options: dict[str, Any]) -> None:
 
 
 def test_fast_data_has_no_part(workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_site, "_MIN_FETCH_S", 10.0)
+    monkeypatch.setattr(workers_module, "_MIN_FETCH_S", 10.0)
     list(DataLoader(TensorDataset(torch.zeros(90)), batch_size=4))
     assert not workers.parts
 
 
 def test_too_few_batches_are_not_worth_processes(workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_site, "_MIN_PASS_S", 100.0)
+    monkeypatch.setattr(workers_module, "_MIN_PASS_S", 100.0)
     list(DataLoader(Plain(), batch_size=4))
     assert workers.part.stage == "off" and "too little to start processes" in workers.part.reason
 
 
 @pytest.mark.parametrize(("with_workers_s", "stage"), [(1.0, "use"), (2.1, "off")])
 def test_the_race_compares_batches(workers, with_workers_s: float, stage: str) -> None:
-    site = worker_site.WorkerSite(Plain, 10, workers.make_part, lambda _: None)
+    site = workers_module.WorkerSite(Plain, workers, lambda _: None)
     for _ in range(2):
         site.end_batch(0.2, 0.1)
     part = workers.part

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from PIL import Image
 
-SCRIPTS = Path(__file__).parents[2] / "support/scripts"
+SCRIPTS = Path(__file__).parents[1] / "support/scripts"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Windows are compared by steps of the same kind, by wall time and by CPU time, and at small cost."""
+"""Windows find the steps, switch the exchanges, and compare steps of the same kind, by wall time and CPU time, at small cost."""
 
 from __future__ import annotations
 
@@ -8,17 +8,82 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.exchanges.windows import paired_times
-from hotloop.exchanges.windows.paired_times import PairedTimes, Seconds
-from hotloop.exchanges.windows.step_times import TimedStep
-from hotloop.exchanges.windows.step_windows import StepWindows
-from hotloop.exchanges.windows.window_pairs import WindowPairs, compare_windows, is_over
+from hotloop.exchanges import races
+from hotloop.exchanges.races import PairedTimes, Seconds, TimedStep, WindowPairs, compare_windows
+from hotloop.exchanges.windows import StepWindows
 from hotloop.tuning.races.statistics import verdict_of
 from tests.exchanges.conftest import set_clocks
 
 
 class Optimizer:
     """An optimizer that has stepped."""
+
+
+class Clock:
+    """A clock that training advances: a step takes 10 ms, and `with_s` with exchanges."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, with_s: float) -> None:
+        self.now, self.with_s = 0.0, with_s
+        set_clocks(monkeypatch, lambda: self.now)
+
+    def train(self, windows: StepWindows, steps: int, optimizers: list[Optimizer]) -> None:
+        for _ in range(steps):
+            self.now += self.with_s if windows.enabled else 0.010
+            for optimizer in optimizers:
+                windows.update_ended(optimizer)
+
+
+def windows_of(lines: list[str], *, can_begin: bool = True, dry_run: bool = False) -> StepWindows:
+    return StepWindows(lambda: can_begin, lines.append, dry_run=dry_run)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_ratio_of_steps_with_one_or_two_optimizers(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    clock, lines = Clock(monkeypatch, 0.005), list[str]()
+    windows = windows_of(lines)
+    clock.train(windows, 1000, [Optimizer() for _ in range(count)])
+    record = windows.ratio_record()
+    assert record is not None and record["pairs"] >= 12
+    assert record["median"] == pytest.approx(2.0) and record["low"] == pytest.approx(2.0)
+    assert windows.enabled and lines == [] and windows.steps >= 995
+
+
+def test_few_steps_run_without_exchanges_after_the_first_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, windows = Clock(monkeypatch, 0.005), windows_of([])
+    optimizers = [Optimizer()]
+    clock.train(windows, 500, optimizers)
+    without = 0
+    for _ in range(10_000):
+        without += not windows.enabled
+        clock.train(windows, 1, optimizers)
+    assert 0 < without / 10_000 < 0.01
+
+
+def test_slower_steps_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, lines = Clock(monkeypatch, 0.012), list[str]()
+    clock.train(windows_of(lines), 1000, [Optimizer()])
+    assert lines and "0.83 times as fast" in lines[0]
+
+
+def test_without_an_exchange_there_are_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, windows = Clock(monkeypatch, 0.005), windows_of([], can_begin=False)
+    clock.train(windows, 500, [Optimizer()])
+    assert windows.ratio_record() is None and windows.enabled
+
+
+def test_a_dry_run_ends_with_the_exchanges_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, windows = Clock(monkeypatch, 0.005), windows_of([], dry_run=True)
+    clock.train(windows, 500, [Optimizer()])
+    record = windows.ratio_record()
+    assert record is not None and record["median"] == pytest.approx(2.0) and not windows.enabled
+
+
+def test_another_optimizer_that_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, windows = Clock(monkeypatch, 0.005), windows_of([])
+    clock.train(windows, 20, [Optimizer()])
+    clock.train(windows, 1000, [Optimizer()])
+    record = windows.ratio_record()
+    assert windows.enabled and record is not None and record["median"] == pytest.approx(2.0)
 
 
 class Script:
@@ -85,14 +150,14 @@ def race(monkeypatch: pytest.MonkeyPatch, step_of: Callable[[bool, int], TimedSt
         now_s[0] += now.seconds.wall_s
         if not pairs.is_open:
             pairs.begin()
-        elif pairs.step_ended(now) is not None and is_over(pairs):
+        elif pairs.step_ended(now) is not None and pairs.is_over:
             return pairs
     raise AssertionError("the race has no end")
 
 
 def test_a_race_of_unlike_windows_ends_without_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = race(monkeypatch, lambda on, number: step(0.01, number))
-    assert pairs.ratio() is None and pairs.is_unlike
+    assert pairs.times.ratio() is None and pairs.is_unlike
 
 
 def test_two_kinds_that_look_alike_show_no_gain() -> None:
@@ -110,15 +175,15 @@ def test_a_step_with_an_evaluation_is_left_out() -> None:
 def test_a_gain_must_show_in_wall_time_and_in_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs have slowed the windows without the exchange, whose CPU time is the same."""
     pairs = race(monkeypatch, lambda on, number: step(0.01 if on else 0.015, cpu_s=0.01))
-    ratio = pairs.ratio()
+    ratio = pairs.times.ratio()
     assert ratio is not None and ratio.median == pytest.approx(1.0) and verdict_of(ratio) != "faster"
-    waiting = race(monkeypatch, lambda on, number: step(0.01 if on else 0.02, cpu_s=0.001)).ratio()
+    waiting = race(monkeypatch, lambda on, number: step(0.01 if on else 0.02, cpu_s=0.001)).times.ratio()
     assert waiting is not None and waiting.median == pytest.approx(2.0), "a script that waits has little CPU time"
 
 
 def test_a_race_that_costs_too_much_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = race(monkeypatch, lambda on, number: step(0.115 if on else 0.1))
-    assert pairs.times.is_costly and pairs.count <= 2 and pairs.times.lost_s > 0.05
+    assert pairs.times.is_costly and pairs.times.count <= 2 and pairs.times.lost_s > 0.05
     fair = race(monkeypatch, lambda on, number: step(0.01))
     assert not fair.times.is_costly and fair.times.lost_s == pytest.approx(0.0)
 
@@ -126,7 +191,7 @@ def test_a_race_that_costs_too_much_is_given_up(monkeypatch: pytest.MonkeyPatch)
 def test_a_thread_that_waits_for_a_core_makes_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, delays_s = [0.0], {"1": 0.0, "2": 0.0}
     set_clocks(monkeypatch, lambda: now_s[0])
-    monkeypatch.setattr(paired_times, "_delays_s", lambda: dict(delays_s))
+    monkeypatch.setattr(races, "_delays_s", lambda: dict(delays_s))
     times = PairedTimes()
     assert not times.was_busy()
     times.add(True, Seconds(1.0))
@@ -139,7 +204,7 @@ def test_a_thread_that_waits_for_a_core_makes_a_busy_machine(monkeypatch: pytest
 def test_cpu_time_counts_where_other_programs_take_most_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     times, delays_s = PairedTimes(), {"1": 0.0}
     set_clocks(monkeypatch, lambda: 60.0)
-    monkeypatch.setattr(paired_times, "_delays_s", lambda: dict(delays_s))
+    monkeypatch.setattr(races, "_delays_s", lambda: dict(delays_s))
     for _ in range(12):
         times.add(False, Seconds(5.0, 1.0))
         times.add(True, Seconds(2.5, 1.0))

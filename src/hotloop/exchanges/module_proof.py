@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 from hotloop.core.hardware.machine import find_compiler
 from hotloop.core.tensor_distance import difference_norm
 from hotloop.data.dataset_changes import reachable_values, value_summary
-from hotloop.errors import describe_error
-from hotloop.exchanges.modules.module_call import RecordedCall
+from hotloop.exchanges.module_call import RecordedCall
+from hotloop.exchanges.part import first_line
+from hotloop.exchanges.update_proof import error_ratio
 from hotloop.lowering.compile.dynamo_backend import NO_COMPILER
-from hotloop.parity.comparison import FLOAT32_UNIT
 
 Results = dict[str, Tensor]
 """Outputs, gradients of inputs and parameters, and buffers after the call, by name."""
@@ -117,12 +117,10 @@ def compare_results(own: Results, exchanged: Results, harmless: Sequence[Results
     for name, true in wide.items():
         if true.dtype != torch.float64 and own[name].is_floating_point():
             return {"failure": f"its float64 copy computes {name} in a fixed dtype"}
-        error, floor = _error_and_floor([results[name] for results in (own, *harmless)], exchanged[name], true)
-        if name.startswith("output") and difference_norm(own[name], true) > _MOST_RELATIVE_ERROR * float(
-            true.norm().double()
-        ):
+        is_output = name.startswith("output")
+        if is_output and difference_norm(own[name], true) > _MOST_RELATIVE_ERROR * float(true.norm().double()):
             return {"failure": f"{name} differs altogether from that in float64, so nothing can be compared"}
-        errors[name] = error / floor if floor else (float("inf") if error else 0.0)
+        errors[name] = error_ratio([results[name] for results in (own, *harmless)], exchanged[name], true)
     return {
         "errors": errors,
         "numbers": sum(value.numel() for value in own.values()),
@@ -137,16 +135,6 @@ def _is_near(results: Results, wide: Results) -> bool:
         for name, true in wide.items()
         if name.startswith("output") and true.is_floating_point()
     )
-
-
-def _error_and_floor(own: Sequence[Tensor], exchanged: Tensor, true: Tensor) -> tuple[float, float]:
-    """Returns the exchange's error against float64, and the largest of the own forms, the first of which is unchanged."""
-    if exchanged.shape != true.shape or not bool(exchanged.isfinite().all()):
-        return float("inf"), 1.0
-    if not true.is_floating_point():
-        return float(not torch.equal(own[0], exchanged)), 0.0
-    floor = max(*(difference_norm(value, true) for value in own), FLOAT32_UNIT * float(true.norm()))
-    return difference_norm(exchanged, true), floor
 
 
 def _run_pass(
@@ -260,10 +248,3 @@ def _measure(call: RecordedCall, compiled: Callable[..., Any]) -> dict[str, Any]
             times[is_exchanged].append(time.perf_counter() - began)
     own, exchanged = statistics.median(times[False]), statistics.median(times[True])
     return {"own_s": own, "ratio": own / exchanged}
-
-
-def first_line(error: BaseException) -> str:
-    """Returns an error's kind and the first line of its text; of a compiler's error the cause."""
-    while (inside := getattr(error, "inner_exception", None)) is not None:
-        error = inside
-    return describe_error(error).splitlines()[0][:200]

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hotloop.exchanges.options import option_races, process_options
-from hotloop.exchanges.options.option_races import OptionPart, OptionRaces
-from hotloop.exchanges.options.process_options import ProcessOption
-from hotloop.exchanges.windows.paired_times import Seconds
-from hotloop.exchanges.windows.step_times import TimedStep
+from hotloop.exchanges import options
+from hotloop.exchanges.options import OptionPart, OptionRaces, ProcessOption
+from hotloop.exchanges.races import Seconds, TimedStep
 from hotloop.tuning.races.statistics import Ratio
 from tests.exchanges.conftest import set_clocks
+
+
+class MachineOption(ProcessOption):
+    exchange, proof = "on", "bitwise"
+
+    def __init__(self, on: dict[str, bool], name: str, conflict: Callable[[], str]) -> None:
+        self.on, self.name, self.found = on, name, conflict
+
+    def switch(self, on: bool) -> None:
+        self.on[self.name] = on
+
+    def conflict(self) -> str:
+        return self.found()
 
 
 class Machine:
@@ -26,10 +36,7 @@ class Machine:
         self.factors, self.on = factors, dict.fromkeys(factors, False)
 
     def option(self, name: str, conflict: Callable[[], str] = lambda: "") -> ProcessOption:
-        def switch(on: bool) -> None:
-            self.on[name] = on
-
-        return ProcessOption(name, "on", "bitwise", switch, conflict)
+        return MachineOption(self.on, name, conflict)
 
     def step_s(self) -> float:
         seconds = 0.010
@@ -39,9 +46,7 @@ class Machine:
 
 
 def part_of(option: ProcessOption, earlier: tuple[str, Ratio] | None = None) -> OptionPart:
-    part = OptionPart("process", option.name, [option.exchange], exact=False, changed=lambda: None, earlier=earlier)
-    part.option = option
-    return part
+    return OptionPart(option, exact=False, changed=lambda: None, earlier=earlier)
 
 
 NOW_S = [0.0]
@@ -85,14 +90,16 @@ def test_a_clearly_slower_option_costs_few_steps() -> None:
 
 def test_long_steps_need_all_threads() -> None:
     machine = Machine({"threads": 0.5})
-    part = part_of(replace(machine.option("threads"), longest_step_s=0.005))
+    part = part_of(machine.option("threads"))
+    part.option.longest_step_s = 0.005
     assert train(OptionRaces([part]), machine) == 0 and not machine.on["threads"]
     assert part.reason == "a step takes 0.01 s, so its race would cost more than its gain"
 
 
 def test_one_long_step_refuses_no_race() -> None:
     machine = Machine({"threads": 0.5})
-    part = part_of(replace(machine.option("threads"), longest_step_s=0.05))
+    part = part_of(machine.option("threads"))
+    part.option.longest_step_s = 0.05
     races = OptionRaces([part])
     for _ in range(5):
         races.step_ended(step_of(0.01))
@@ -135,7 +142,7 @@ def test_freed_memory_returns_if_little_is_left(monkeypatch: pytest.MonkeyPatch)
     part = part_of(machine.option("allocator"))
     races = OptionRaces([part])
     train(races, machine)
-    monkeypatch.setattr(option_races.psutil, "virtual_memory", lambda: SimpleNamespace(available=5, total=100))
+    monkeypatch.setattr(options.psutil, "virtual_memory", lambda: SimpleNamespace(available=5, total=100))
     races.check_memory()
     assert not machine.on["allocator"] and part.stage == "off" and "less than a tenth" in part.notes[0]
 
@@ -158,7 +165,7 @@ def threads() -> Any:
 
 def named(monkeypatch: pytest.MonkeyPatch, **how: bool) -> dict[str, ProcessOption]:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    return {option.name: option for option in process_options.process_options(**{"exact": False, **how})}
+    return {option.name: option for option in options.process_options(**{"exact": False, **how})}
 
 
 def test_threads_are_the_scripts_own_choice(monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
@@ -174,7 +181,7 @@ def test_threads_are_the_scripts_own_choice(monkeypatch: pytest.MonkeyPatch, thr
     option.switch(False)
     assert torch.get_num_threads() == 5 and "the script sets" in option.conflict()
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert "threads" not in {one.name for one in process_options.process_options(exact=False, accepts_reduced=False)}
+    assert "threads" not in {one.name for one in options.process_options(exact=False, accepts_reduced=False)}
 
 
 def test_exact_allows_bitwise_options_only(monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
@@ -217,7 +224,7 @@ def test_real_options_keep_their_stage_through_races_and_windows(
             is_on[name] = on
             real(on)
 
-        part.option = replace(part.option, switch=switch)
+        part.option.switch = switch
     for _ in range(1000):
         races.step_ended(step_of(0.010 * 0.8 ** sum(is_on.values())))
     assert [part.stage for part in parts] == ["use"] * len(parts) and len(parts) >= 2
@@ -228,8 +235,8 @@ def test_real_options_keep_their_stage_through_races_and_windows(
 
 def test_reduced_precision_needs_the_users_word_and_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     name, capabilities = "products of fp32 numbers", {"avx512_bf16": True}
-    monkeypatch.setattr(process_options.torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(process_options.torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(options.torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(options.torch.cpu, "get_capabilities", lambda: capabilities)
     assert name not in named(monkeypatch, accepts_reduced=False)
     option = named(monkeypatch, accepts_reduced=True)[name]
     assert option.proof == "reduced-precision" and option.conflict() == ""

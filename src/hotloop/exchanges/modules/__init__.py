@@ -1,1 +1,0 @@
-"""The exchange of networks: found, compiled in place, proven in a fork, and raced in whole steps."""

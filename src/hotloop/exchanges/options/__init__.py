@@ -1,1 +1,0 @@
-"""Options of the whole process that make steps faster."""

@@ -1,1 +1,0 @@
-"""Windows of a script's steps with and without exchanges."""

@@ -1,1 +1,0 @@
-"""Tables and pages of a regression's errors."""
