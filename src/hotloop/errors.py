@@ -54,6 +54,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else ""
 
 
+REMOVED = {
+    "study --pack": "use --jobs 2 to train trials at the same time",
+}
+"""What to use in place of an option, an axis (`engine`) or a value of an axis (`rewrites=pool_first`) that was removed."""
+
+
 def shorten(value: object) -> str:
     """Returns a value's `repr`, or a path, shortened for a message."""
     text = repr(value) if not isinstance(value, os.PathLike) else os.fspath(value)

@@ -75,13 +75,6 @@ def study(
             show_default="the rules' plan",
         ),
     ] = None,
-    pack: Annotated[
-        str | None,
-        typer.Option(
-            help="none, auto or a number: so many trials of one shape train together in one program.",
-            show_default="none",
-        ),
-    ] = None,
     settings: SetOption = None,
     device: DeviceOption = None,
     folder: Annotated[
@@ -136,7 +129,7 @@ def study(
     searched = {
         "--space": space, "--trials": trials, "--sampler": sampler, "--prune": prune, "--jobs": jobs,
         "--jobs-on": None if jobs_on == "processes" else jobs_on, "--round": round_size, "--seed": seed,
-        "--repeats": repeats, "--require": require, "--time-limit": time_limit, "--plan": plan, "--pack": pack,
+        "--repeats": repeats, "--require": require, "--time-limit": time_limit, "--plan": plan,
         "--study": folder, "--param": param if continued is not None else None,
         "--set": axes if continued is not None else None,
     }  # fmt: skip
@@ -156,7 +149,7 @@ def study(
         from hotloop.report.study import no_winner_line, study_lines, study_table
 
         options = studies.StudyOptions(
-            trials, sampler, prune, round_size, jobs, seed, repeats, require, time_limit, plan, axes, jobs_on, pack
+            trials, sampler, prune, round_size, jobs, seed, repeats, require, time_limit, plan, axes, jobs_on
         )
         if resume is not None and continued is not None:
             result = studies.continue_trial(resume, continued, None, processes, say, trust=trust)

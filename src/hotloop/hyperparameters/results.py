@@ -73,9 +73,6 @@ def trial_record(folder: StudyFolder, trial: FrozenTrial) -> TrialRecord:
         error=next((run.error for run in runs if run.error), ""),
         runs=[str(path) for repeat in range(study.repeats) if (path := folder.run_path(number, repeat)).is_dir()],
         curve=values,
-        packed=sorted({other for run in runs for other in run.packed}),
-        proof=next((run.proof for run in runs if run.proof), ""),
-        alone=next((run.alone for run in runs if run.alone), ""),
         feasible=all(excess <= 0 for excess in trial.constraints.values()),
     )
 

@@ -338,7 +338,6 @@ def study(
     time_limit: str | None = None,
     plan: Plan | str | Path | None = None,
     device: str | None = None,
-    pack: str | int | None = None,
     progress: bool = True,
 ) -> Study:
     """Searches the hyper-parameters with the best monitored figure; the same seed gives the same trials and winner.
@@ -364,8 +363,6 @@ def study(
         time_limit: a time such as `1h`, after which no further round begins.
         plan: as in `fit`; `auto` finds the fastest proven plan once for each shape of network. Default: the rules' plan.
         device: overrides the plan's.
-        pack: `auto` or a number from 2: so many trials of one shape train together in one program, each proven to
-            compute what the trial computes alone; default `none`.
         progress: print a line for each trial, and the table.
 
     Raises:
@@ -379,7 +376,7 @@ def study(
 
     options = StudyOptions(
         trials, sampler, pruner, round_size, jobs, seed, repeats, constraints, time_limit, plan,
-        {} if device is None else {"device": device}, jobs_on, pack,
+        {} if device is None else {"device": device}, jobs_on,
     )  # fmt: skip
     source = TaskSource.from_value(make_task)
     given, place = parse_space(space or {}), None if folder is None else Path(folder)

@@ -4,7 +4,6 @@ study.json     the settings, stored before the first trial
 study.db       Optuna's storage, which its dashboard opens
 source/        the Task's source files
 records/       the state of each run of a trial
-packs/         which trials train in one program, with the proofs
 trials/        run folders
 best           a link to the winner's run folder
 study.html     the page
@@ -143,10 +142,9 @@ class StudyFolder:
 
     def store_progress(self, progress: TrialProgress) -> None:
         before = self.progress(progress.number, progress.repeat)
-        kept = {name: getattr(progress, name) or getattr(before, name) for name in ("packed", "proof", "alone")}
         inexact = list(dict.fromkeys([*before.inexact, *progress.inexact]))
         seconds = before.seconds + progress.seconds
-        total = progress.model_copy(update={**kept, "seconds": seconds, "inexact": inexact})
+        total = progress.model_copy(update={"seconds": seconds, "inexact": inexact})
         write_atomic(self._progress_path(progress.number, progress.repeat), total.model_dump_json())
 
     def _progress_path(self, number: int, repeat: int) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ _DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "repeats": 1,
     "constraints": [],
-    "pack": 0,
 }
 _OPTIONS = dict(
     sampler="--sampler",
@@ -55,13 +53,6 @@ def _other_setting_error(given: str, own: str) -> StudyError:
     )
 
 
-_UNPACKED_AXES = ("engine", "compile", "graphs", "layout", "accumulation", "parallel", "precision")
-"""Axes of a plan that a packed step lacks."""
-
-_AUTO_PACK = 8
-"""Trials of a pack with `auto`: the default round; more trials leave the caches of a core."""
-
-
 @dataclass(frozen=True)
 class StudyOptions:
     """How to search.
@@ -80,7 +71,6 @@ class StudyOptions:
         time_limit: a time such as `1h`, after which no further round begins.
         plan: `auto`, `baseline`, `arrays`, a TOML file or a Plan; None for the rules' plan.
         axes: plan axes that are set.
-        pack: `none` (default), `auto`, or the largest number of trials that train together in one program.
     """
 
     trials: int | None = None
@@ -95,14 +85,12 @@ class StudyOptions:
     plan: Plan | str | Path | None = None
     axes: Mapping[str, Any] = field(default_factory=dict)
     jobs_on: str = PROCESSES
-    pack: str | int | None = None
 
     def check(self) -> None:
         """Raises HotloopError if an option has no such value."""
         samplers.check_name("--sampler", self.settings["sampler"], samplers.SAMPLERS)
         samplers.check_name("--prune", self.settings["pruner"], samplers.PRUNERS)
         samplers.check_name("--jobs-on", self.jobs_on, JOBS_ON)
-        self._check_pack(self.pack_size or 0)
         if self.jobs_on == RAY:
             check_installed("--jobs-on ray", "--jobs-on processes")
         check_constraints(self.constraints or ())
@@ -116,37 +104,6 @@ class StudyOptions:
             parse_seconds(self.time_limit, "time-limit")
         PlanRequest.from_value(self.plan, self.axes)
 
-    def _check_pack(self, size: int) -> None:
-        """Raises StudyError if packs of a size exclude another option."""
-        if size and self.jobs_on == RAY:
-            raise StudyError(
-                f"--jobs-on ray for a study with --pack {self.pack or size}",
-                expected="--jobs-on processes",
-                fix="train packs on this machine, or start a study without --pack",
-            )
-        clashes = [f"{axis}={self.axes[axis]}" for axis in _UNPACKED_AXES if axis in self.axes]
-        if size and (clashes or self.plan not in (None, BASELINE)):
-            raise StudyError(
-                f"--pack {self.pack} with {clashes[0] if clashes else 'a plan of its own'}, which is for trials alone",
-                expected="the rules' plan or --plan baseline",
-                fix="leave out --pack, or the plan",
-            )
-
-    @property
-    def pack_size(self) -> int | None:
-        """The largest number of trials in a pack; 0 without packs; None if `pack` isn't given.
-
-        Raises:
-            StudyError: `pack` has another form.
-        """
-        if self.pack is None:
-            return None
-        if self.pack in ("none", "auto"):
-            return 0 if self.pack == "none" else _AUTO_PACK
-        if not re.fullmatch("[0-9]+", str(self.pack)) or int(self.pack) < 2:
-            raise StudyError(f"--pack {self.pack}", expected="none, auto, or a number of trials from 2")
-        return int(self.pack)
-
     @property
     def device(self) -> str | None:
         """The device of this machine that all trials use; None for any device, and for the machines of Ray."""
@@ -157,7 +114,6 @@ class StudyOptions:
     def settings(self) -> dict[str, Any]:
         """The settings of a new study that change its result, by their names in StudyRecord."""
         given = {name: getattr(self, name) for name in _DEFAULTS}
-        given["pack"] = self.pack_size
         return {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
 
     @property
@@ -174,9 +130,6 @@ class StudyOptions:
             given = list(given) if isinstance(given, tuple) else given
             if given is not None and given != own:
                 raise _other_setting_error(f"{option} {_as_words(given)}", _as_words(own))
-        if self.pack_size not in (None, study.pack):
-            raise _other_setting_error(f"--pack {self.pack}", str(study.pack or "none"))
-        self._check_pack(study.pack)
         if self.plan is not None:
             request = PlanRequest.from_value(self.plan)
             is_same = self.plan_name == study.plan and (

@@ -292,7 +292,7 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
         return ready.pop() if ready else lower(task, single_worker_plan(plan) if plan.parallel == "async" else plan)
 
     changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every", "switches")}
-    drive = context.drive or live_drive(context, handle, plan)
+    drive = live_drive(context, handle, plan)
     compares = drive is None and _takes_same_steps(context, handle, plan)  # a search may resume with another plan
     handle.keep(plan=plan, record=handle.as_written().record.model_copy(update=changed))
     handle.task = task
