@@ -55,9 +55,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 REMOVED = {
-    "study --pack": "use --jobs 2 to train trials at the same time",
+    "hotloop study --pack": "use --jobs 2 to train trials at the same time",
+    "engine": "leave engine out: PyTorch computes each step, and hotloop.arrays.Network trains array layers by itself",
+    "plan=arrays": "use baseline: PyTorch computes each step, and hotloop.arrays.Network trains array layers by itself",
 }
-"""What to use in place of an option, an axis (`engine`) or a value of an axis (`rewrites=pool_first`) that was removed."""
+"""What to use in place of what was removed: an option, an axis, a value such as `rewrites=pool_first`, a plan by name."""
 
 
 def shorten(value: object) -> str:

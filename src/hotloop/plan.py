@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 
-from hotloop.errors import PlanError, did_you_mean, shorten
+from hotloop.errors import REMOVED, PlanError, did_you_mean, shorten
 
 Steps = Annotated[int, Field(ge=2)]
 """Number of steps in one replay."""
@@ -97,8 +97,6 @@ class Plan(BaseModel):
     """How to run the training step.
 
     Attributes:
-        engine: what computes the step. `eager`: PyTorch, operation by operation. `arrays`: array operations of NumPy or
-            CuPy without autograd, for models of known layers.
         device: torch's name: `cpu`, `cuda:0`, `mps`, `xpu:0`.
         precision: number format of products; parameters and updates stay fp32. `default`: torch's settings at the start
             of the run (fp32 unless changed; TF32 for convolutions on CUDA); `fp32`: regardless of the settings;
@@ -155,7 +153,6 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    engine: Literal["eager", "arrays"] = "eager"
     device: str = "cpu"
     precision: Literal["default", "fp32", "tf32", "bf16", "fp16"] = "default"
     layout: Literal["contiguous", "channels_last"] = "contiguous"
@@ -267,6 +264,8 @@ def _not_toml(source: str, why: str) -> PlanError:
 def _explain(error: ValidationError) -> PlanError:
     first = error.errors()[0]
     axis = str(first["loc"][0])
+    if instead := REMOVED.get(axis) or REMOVED.get(f"{axis}={first['input']}"):
+        return PlanError(f"{axis}={shorten(first['input'])} in the plan was removed", fix=instead)
     if first["type"] == "extra_forbidden":
         return PlanError(
             f"unknown axis {shorten(axis)} of a plan",

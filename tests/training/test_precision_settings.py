@@ -1,15 +1,13 @@
-"""Runs under torch's settings: recorded, restored on resume in processes with others, and those of older versions."""
+"""Runs under torch's settings: recorded, and restored on resume in processes with others."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,19 +15,13 @@ import torch
 import hotloop
 from hotloop.core.float32_switches import read_switches
 from hotloop.core.number_formats import IEEE, TORCH_DEFAULTS
-from hotloop.core.plan_request import PlanRequest
 from hotloop.lowering.build import lower
 from hotloop.plan import BASELINE, Plan
 from hotloop.training.run import Run
-from hotloop.tuning.auto.recall import _matching_races
-from hotloop.tuning.search import failed_searches, race_cache
+from hotloop.tuning.search import race_cache
 from hotloop.tuning.search.race_cache import load_races
 from tests.support.programs import a_task
-from tests.support.runs import resume_run
 from tests.support.tuning.handmade_verdicts import VERSIONS, timing, verdict
-
-OLD = Path(__file__).parents[1] / "support/files_of_0_1_0"
-"""What hotloop wrote when its baseline was `precision=fp32`: a run of one epoch, a race and a search in vain."""
 
 NOTING = """
 import os
@@ -131,64 +123,11 @@ def test_settings_of_the_user_s_own_are_told_in_one_line(plan: Plan, level: str,
     )
 
 
-# ---------------------------------------------------------------- older versions
-
-
-@pytest.fixture
-def old_run(tmp_path: Path) -> Path:
-    shutil.copytree(OLD / "run", tmp_path / "run")
-    return tmp_path / "run"
-
-
-def test_an_old_run_goes_on_in_fp32(old_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOTLOOP_TRUST", "1")  # runs of that version have no id
-    torch.set_float32_matmul_precision("medium")
-    seen: list[dict[str, str]] = []
-    step = torch.nn.Linear.forward
-
-    def noting(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        seen.extend([read_switches()] * (self.training and torch.is_grad_enabled()))
-        return step(self, x)
-
-    monkeypatch.setattr(torch.nn.Linear, "forward", noting)
-    said: list[str] = []
-    run, ended = resume_run(old_run, overrides={"epochs": 2}, say=said.append)
-    assert ended.reason == "finished" and [row["step"] for row in run.epochs] == [3, 6]
-    assert seen and all(switches == IEEE for switches in seen)
-    assert Run.open(old_run).plan.precision == "fp32"
-    assert not any("torch's settings" in line for line in said)
-
-
 def test_a_new_run_s_plan_says_default(tmp_path: Path) -> None:
     run = hotloop.fit(a_task(epochs=1), run=tmp_path / "run", plan=BASELINE, device="cpu", progress=False)
     assert 'precision = "default"' in (run.path / "plan.toml").read_text()
     assert run.record.switches == TORCH_DEFAULTS
     assert Run.open(run.path).plan.precision == "default"
-
-
-def test_an_old_race_is_one_of_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says nothing of plans beside the baseline of today."""
-    monkeypatch.setattr(race_cache, "races_folder", lambda: OLD / "races")
-    (path,) = (OLD / "races").glob("*/*.json")
-    key: dict[str, Any] = json.loads(path.read_text())["key"]
-    where = key["task"], key["machine"], key["versions"]
-    (old,), notes = load_races(*where)
-    assert notes == [] and old.timing.as_plan == Plan(**key["plan"]) and old.timing.as_plan.precision == "fp32"
-    assert _matching_races(PlanRequest.from_value("auto", {"device": "cpu"}), (*where, "cpu"), notes.append) == []
-    assert notes == []
-
-
-def test_an_old_search_in_vain_does_not_keep_from_searching(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hotloop.tuning.tune import _search_key
-
-    monkeypatch.setattr(failed_searches, "races_folder", lambda: OLD / "races")
-    (path,) = (OLD / "searches").glob("*.json")
-    key = json.loads(path.read_text())["key"]
-    assert failed_searches.load_failed_search(key) is not None, "the file is read as it was"
-    monkeypatch.setattr("hotloop.tuning.tune.machine_name", lambda: key["machine"])
-    monkeypatch.setattr("hotloop.tuning.tune.speed_versions", lambda: key["versions"])
-    facts: Any = type("Facts", (), {"fingerprint": key["task"]})
-    assert failed_searches.load_failed_search(_search_key(facts, Plan(device="cpu"), Plan(device="cpu"))) is None
 
 
 def test_races_under_other_settings_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

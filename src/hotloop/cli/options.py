@@ -178,7 +178,7 @@ def _open_streams() -> None:
 def _usage(error: Any) -> str:
     message = error.format_message().removeprefix("Invalid value: ").rstrip(".")
     command = error.ctx.command_path if error.ctx is not None else "hotloop"
-    if instead := REMOVED.get(f"{command.removeprefix('hotloop ')} {getattr(error, 'option_name', '')}"):
+    if instead := REMOVED.get(f"{command} {getattr(error, 'option_name', '')}"):
         return f"{error.option_name} was removed: {instead}. See: {command} --help"
     stop = "" if message.endswith("?") else "."
     takes_arguments = error.ctx is not None and any(one.name == "arguments" for one in error.ctx.command.params)

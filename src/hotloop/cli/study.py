@@ -71,7 +71,7 @@ def study(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="auto (the fastest proven plan of each shape of network), baseline, arrays or a TOML file.",
+            help="auto (the fastest proven plan of each shape of network), baseline or a TOML file.",
             show_default="the rules' plan",
         ),
     ] = None,

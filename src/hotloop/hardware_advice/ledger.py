@@ -25,7 +25,7 @@ from hotloop.core.records.training import SourceRecord
 from hotloop.errors import HotloopError
 from hotloop.plan import Plan
 
-_PLAN_AXES = ("compile", "graphs", "precision", "parallel", "engine", "accumulation")
+_PLAN_AXES = ("compile", "graphs", "precision", "parallel", "accumulation")
 """Axes of a plan that change a predicted step; others change little."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hotloop.core.files.source_files import file_of_reference, split_reference
 from hotloop.core.format import parse_seconds
-from hotloop.core.plan_request import ARRAYS, AUTO, BASELINE, PlanRequest
+from hotloop.core.plan_request import AUTO, BASELINE, PlanRequest
 from hotloop.core.records.study import RULES_PLAN, StudyRecord
 from hotloop.distributed.ray.cluster import check_installed
 from hotloop.errors import StudyError, type_name
@@ -69,7 +69,7 @@ class StudyOptions:
         repeats: seeds for each trial; the value is the mean.
         constraints: limits such as `memory < 4GB` and `step_ms < 5`.
         time_limit: a time such as `1h`, after which no further round begins.
-        plan: `auto`, `baseline`, `arrays`, a TOML file or a Plan; None for the rules' plan.
+        plan: `auto`, `baseline`, a TOML file or a Plan; None for the rules' plan.
         axes: plan axes that are set.
     """
 
@@ -121,7 +121,7 @@ class StudyOptions:
         """The plan as in StudyRecord."""
         if self.plan is None:
             return RULES_PLAN
-        return str(self.plan) if self.plan in (AUTO, BASELINE, ARRAYS) else PLAN_FILE
+        return str(self.plan) if self.plan in (AUTO, BASELINE) else PLAN_FILE
 
     def check_same(self, study: StudyRecord, path: Path) -> None:
         """Raises StudyError if a given setting differs from that of the study in the folder."""

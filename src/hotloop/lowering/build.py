@@ -136,10 +136,6 @@ def translate_memory_errors(plan: Plan) -> Iterator[None]:
 def _make_step(parts: LoweringContext) -> EagerStep:
     """Builds the step of the plan. Local imports: torch's compiler and distributed parts take seconds to import."""
     plan = parts.plan
-    if plan.engine == "arrays":
-        from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
-
-        return ArraysStep(parts)
     if parts.is_pipelined:
         from hotloop.lowering.pipeline.pipeline_step import PipelineStep
 

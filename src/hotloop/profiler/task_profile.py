@@ -15,18 +15,16 @@ from hotloop.core.records.profile_terms import Phase
 from hotloop.core.reporter import Report
 from hotloop.data.feeds.feed import BatchTransform, Feed
 from hotloop.distributed.comm_stats import CommTime
-from hotloop.errors import PlanError, TrainingError
-from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
+from hotloop.errors import TrainingError
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.lowering.steps.compiled_step import CompiledStep
 from hotloop.plan import BASELINE, Plan
-from hotloop.profiler.array_layers import LayerClock
 from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.phases import Timeline, clock_for
 from hotloop.profiler.base.schedule import Observer
 from hotloop.profiler.base.step_facts import ProfileFacts
-from hotloop.profiler.hooks.torch_hooks import with_callbacks, wrap_in_phase
+from hotloop.profiler.hooks.torch_hooks import wrap_in_phase
 from hotloop.profiler.rank_profiles import (
     RankCommPhases,
     agree_on_steps,
@@ -34,7 +32,7 @@ from hotloop.profiler.rank_profiles import (
     hook_rank_calls,
     merge_rank_profiles,
 )
-from hotloop.profiler.session.observers import LineObserver, ModuleObserver, make_observers
+from hotloop.profiler.session.observers import ModuleObserver, make_observers
 from hotloop.profiler.session.session import ProfilerSession
 from hotloop.profiler.summary import summarize
 from hotloop.profiler.trace.inductor_kernels import CompilationRecorder
@@ -69,14 +67,7 @@ def profile_task(
 
     Raises:
         HotloopError: the Task can't run under the plan.
-        PlanError: a trace under a plan that runs no torch operators.
     """
-    if trace is not None and plan.engine == "arrays":
-        raise PlanError(
-            "a trace under engine=arrays, which runs no torch operators",
-            expected="engine=eager",
-            fix="leave out the trace",
-        )
     with _record_compilations(plan) as compilations:
         program = lower(task, plan, say)
         try:
@@ -153,15 +144,13 @@ def _profile(
     if stopped and profile.step_ms is None:
         raise KeyboardInterrupt  # nothing was measured
     splits = program.parts.splits
-    update: dict[str, Any] = {"engine": plan.engine, "stopped": stopped, "seconds": time.monotonic() - began}
+    update: dict[str, Any] = {"stopped": stopped, "seconds": time.monotonic() - began}
     update |= {"samples_per_step": splits.batch_size, "one_batch": splits.batches == 1}
     profile = profile.model_copy(update=update)
     return profile if world.is_single else merge_rank_profiles(profile, measured, program.parts)
 
 
 def _observers(session: ProfilerSession, program: Program, trace: Path | None) -> list[Observer]:
-    if isinstance(program._step, ArraysStep):  # calls no torch operators
-        return [LineObserver(session), LayerClock(session, program._step)]
     if program.parts.world.is_single:
         return make_observers(session, trace)
     observers = make_observers(session, trace, program.model)
@@ -190,8 +179,6 @@ def _with_notes(facts: ProfileFacts, program: Program, *, known: bool) -> Profil
         parts = "its time is split by kernels" if known else "it has no phases and modules"
         facts.notes.append(f"the step runs as one compiled program: {parts}")
         facts.notes.append("each step includes checks and sums that training does once for many steps")
-    if isinstance(program._step, ArraysStep):
-        facts.notes.append("layers are written in array operations: each layer is timed as a whole")
     return facts
 
 
@@ -203,8 +190,6 @@ def _hook_program(program: Program, session: ProfilerSession) -> Iterator[None]:
     for name in ("_runner", "_replay"):
         if callable(getattr(program._step, name, None)):
             patches.patch(program._step, name, _phase_wrapper(session, "unattributed"))
-    if isinstance(program._step, ArraysStep):
-        _hook_arrays_step(session, program._step, patches)
     if not program.parts.world.is_single:
         hook_rank_calls(session, patches)
     try:
@@ -213,28 +198,6 @@ def _hook_program(program: Program, session: ProfilerSession) -> Iterator[None]:
         patches.undo()
         program.feed = feed
         program.parts.meter.ear = None
-
-
-_ARRAYS_PHASES: dict[str, Phase] = {
-    "_clear_gradients": "update",
-    "_arrays": "batch",
-    "_differentiate_loss": "loss",
-    "_clip_unscaled": "update",
-    "_update": "update",
-    "step_schedule": "update",
-    "update_average": "update",
-}
-
-
-def _hook_arrays_step(session: ProfilerSession, step: ArraysStep, patches: Patches) -> None:
-    for name, phase in _ARRAYS_PHASES.items():
-        patches.patch(step, name, _phase_wrapper(session, phase))
-    patches.patch(step.network.graph, "forward", _phase_wrapper(session, "forward"))
-    patches.patch(step.network.graph, "backward", _phase_wrapper(session, "backward"))
-    computing = with_callbacks(
-        session.is_training_thread, lambda args, kwargs: session.array_step_began(args[0]), lambda *ended: None
-    )
-    patches.patch(step, "_arrays", computing)
 
 
 def _phase_wrapper(session: ProfilerSession, phase: Phase) -> Callable[[Any], Any]:

@@ -308,7 +308,7 @@ def _remedies(profile: Profile) -> Iterator[RenderableType]:
         yield from (_indented(text, 3) for text in _details(one))
     if len(counted) > _REMEDIES:
         yield Text(f"{len(counted) - _REMEDIES} more: --json")
-    if not counted and profile.step_ms is not None and profile.engine == "eager":
+    if not counted and profile.step_ms is not None:
         yield Text(NOTHING_IN_TASK if profile.plan else NOTHING)
     yield from (Text(line) for line in profile.advice)
     notes = _alternate_causes([one for one in profile.remedies if one.note])

@@ -364,7 +364,7 @@ def _check_complete(path: Path, plan: Plan, record: RunRecord) -> None:
     """Raises PlanError if a truncated file lacks axes that hotloop writes."""
     is_sealed = bool(record.switches) and record.versions.get("hotloop") == __version__
     written = [axis for axis, field in Plan.model_fields.items() if field.default is not None]
-    lacking = [axis for axis in (written if is_sealed else ["engine", "device"]) if axis not in plan.model_fields_set]
+    lacking = [axis for axis in (written if is_sealed else ["device"]) if axis not in plan.model_fields_set]
     if lacking:
         raise PlanError(
             f"{path} is damaged: it doesn't say {', '.join(lacking[:3])}{' and more' * (len(lacking) > 3)}",

@@ -14,7 +14,6 @@ _IN_STEP = ("data", "sharded", "towers", "local", *JOINT_MODES)
 """Modes in which all ranks process the batches together."""
 
 _SINGLE_RANK_AXES = {
-    "engine": "ranks share what autograd computes",
     "compile": "compiled steps on several ranks are untested",
     "graphs": "graphs of a step that ranks share are untested",
     "accumulation": "the ranks cut each batch into parts already",
@@ -103,7 +102,6 @@ def _check_stages(case: FeasibilityInput) -> Iterator[Violation]:
 
 
 _UPDATE_AXES = {
-    "engine": "workers compute gradients by autograd",
     "compile": "a worker computes the gradient and the server the update, and a compiled step contains both",
     "graphs": "a worker computes the gradient and the server the update, and a graph contains both",
     "residency": "workers read their batches themselves",

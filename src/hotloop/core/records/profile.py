@@ -317,7 +317,7 @@ class Profile(Record):
         source: the Task's reference, or the script.
         busy: a remark on other programs that used the cores; empty if they don't matter.
         plan: a short description; empty for a script.
-        engine, device: of the plan; a script's engine is `eager`.
+        device: of the plan.
         steps: observed training steps; 0 if no steps were recognised, and times are of the whole observed part.
         step_where: the line that ends a step.
         step_ms: median wall time between the ends of clean steps, without `apart`.
@@ -345,7 +345,6 @@ class Profile(Record):
     version: int = 1
     source: str
     plan: str = ""
-    engine: Literal["eager", "arrays"] = "eager"
     device: str = "cpu"
     steps: int
     step_where: str = ""

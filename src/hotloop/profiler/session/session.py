@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hotloop.core.records.profile_terms import Phase
@@ -21,7 +20,7 @@ from hotloop.profiler.base.schedule import CLOSE, Kind, Observer
 from hotloop.profiler.base.step_detection import TrainingEvent
 from hotloop.profiler.base.step_facts import ProfileFacts
 from hotloop.profiler.hooks.dataloaders import LoaderRecorder
-from hotloop.profiler.hooks.forward_calls import ForwardCalls, describe_inputs
+from hotloop.profiler.hooks.forward_calls import ForwardCalls
 from hotloop.profiler.hooks.optimizer_hooks import ClosurePhases, OptimizerRecorder
 from hotloop.profiler.hooks.phase_hooks import PhaseHooks
 from hotloop.profiler.hooks.torch_hooks import CompilePause, TorchHooks, TorchListener, measure_mark_ms, stop_on_error
@@ -373,13 +372,3 @@ class ProfilerSession(TorchListener):
             self._patterns.forward(args, kwargs, result, spent, lines, called)
         if called is not None and called.has_gradient and self.timeline.on:
             note_batch(self.facts, self._loaders, called)
-
-    @stop_on_error
-    def array_step_began(self, batch: Any) -> None:
-        """A step without torch operators begins; hooks on its parts set the phases."""
-        self._note_training()
-        self.calls.note_call(0)
-        self.facts.trained += 1
-        inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
-        if self.timeline.on:
-            note_batch(self.facts, self._loaders, describe_inputs([inputs] if isinstance(inputs, Tensor) else []))
