@@ -141,7 +141,7 @@ def study(
         return
 
     from hotloop.hyperparameters.space import parse_options, read_space
-    from hotloop.hyperparameters.trial_processes import TrialProcesses
+    from hotloop.hyperparameters.trial_processes import TaskSource, TrialProcesses
 
     given = {**(read_space(space) if space else {}), **parse_options(param or [])}
     with stdout_for(as_json), TrialProcesses() as processes:  # the processes import torch while this one imports Optuna
@@ -157,7 +157,7 @@ def study(
             result = studies.resume_study(resume, given, options, None, processes, say, trust=trust)
         else:
             assert task is not None
-            result = studies.start_study(studies.TaskSource.from_value(task), given, options, folder, processes, say)
+            result = studies.start_study(TaskSource.from_value(task), given, options, folder, processes, say)
     print_result(as_json, result.model_dump(), lambda: study_table(result))
     for line in [] if as_json else study_lines(result):
         say(line)
@@ -174,8 +174,8 @@ def _find(what: str, task: str, param: list[str], axes: dict[str, str], as_json:
 
     space = parse_options(param)
 
-    from hotloop.hyperparameters.finders.find import find
-    from hotloop.hyperparameters.study_options import TaskSource
+    from hotloop.hyperparameters.finders import find
+    from hotloop.hyperparameters.trial_processes import TaskSource
     from hotloop.report.learning_rate import learning_rate_lines
 
     page = Path(f"{Path(split_reference(task)[0]).stem}-lr.html")

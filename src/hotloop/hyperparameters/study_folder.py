@@ -94,21 +94,24 @@ class StudyFolder:
                 fix="put them back, or start a new study",
             )
 
-    def lock(self) -> None:
+    @contextmanager
+    def locked(self) -> Iterator[None]:
         """Locks the folder for this process.
 
         Raises:
-            StudyError: another process works in the folder.
+            DiskError, StudyError: another process works in the folder, or Optuna's storage can't be used.
         """
-        _acquire(self._lock, self.path)
-
-    def unlock(self) -> None:
-        if self._optuna is not None:
-            engine = _engine(self._optuna)
-            _set_journal(engine, "delete")  # one file, which can be read on a read-only disk
-            engine.dispose()
-            self._optuna = None
-        self._lock.release()
+        with translate_storage_errors(self.path):
+            _acquire(self._lock, self.path)
+            try:
+                yield
+            finally:
+                if self._optuna is not None:
+                    engine = _engine(self._optuna)
+                    _set_journal(engine, "delete")  # one file, which can be read on a read-only disk
+                    engine.dispose()
+                    self._optuna = None
+                self._lock.release()
 
     @property
     def optuna(self) -> optuna.Study:

@@ -1,4 +1,4 @@
-"""The options of a study, and where its Tasks come from."""
+"""The options of a study."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hotloop.core.files.source_files import file_of_reference, split_reference
 from hotloop.core.format import parse_seconds
 from hotloop.core.plan_request import AUTO, BASELINE, PlanRequest
 from hotloop.core.records.study import RULES_PLAN, StudyRecord
 from hotloop.distributed.ray.cluster import check_installed
-from hotloop.errors import StudyError, type_name
+from hotloop.errors import StudyError
 from hotloop.hyperparameters import samplers
-from hotloop.hyperparameters.trial_values import check_constraints
+from hotloop.hyperparameters.results import check_constraints
 from hotloop.plan import Plan
 
 PLAN_FILE = "plan.toml"
@@ -24,6 +23,7 @@ PLAN_FILE = "plan.toml"
 PROCESSES, RAY = JOBS_ON = ("processes", "ray")
 
 _DEFAULTS: dict[str, Any] = {
+    "trials": 20,
     "sampler": "tpe",
     "pruner": "none",
     "round_size": 8,
@@ -112,9 +112,10 @@ class StudyOptions:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of a new study that change its result, by their names in StudyRecord."""
+        """The settings of a new study, by their names in StudyRecord."""
         given = {name: getattr(self, name) for name in _DEFAULTS}
-        return {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+        chosen = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+        return {**chosen, "plan": self.plan_name, "axes": dict(self.axes)}
 
     @property
     def plan_name(self) -> str:
@@ -147,40 +148,3 @@ class StudyOptions:
     def until(self) -> float:
         """When no further round begins, in seconds by `time.monotonic()`."""
         return math.inf if self.time_limit is None else time.monotonic() + parse_seconds(self.time_limit, "time-limit")
-
-
-@dataclass(frozen=True)
-class TaskSource:
-    """Where a study's Tasks come from: a file, or a function of Python.
-
-    Attributes:
-        make_task: the function, by cloudpickle.
-    """
-
-    reference: str
-    make_task: bytes | None = None
-
-    @classmethod
-    def from_value(cls, value: Any) -> TaskSource:
-        """Returns the source of a function that returns a Task, or of a reference such as `file.py`.
-
-        Raises:
-            StudyError: neither of them, or a function that can't be sent to other processes.
-        """
-        if isinstance(value, str | Path):
-            file_of_reference(split_reference(str(value))[0])
-            return cls(str(value))
-        if not callable(value):
-            raise StudyError(
-                f"study got {type_name(value)}", expected="a function that returns a hotloop.Task, or a file"
-            )
-        import cloudpickle
-
-        try:
-            return cls(getattr(value, "__name__", "make_task"), cloudpickle.dumps(value))
-        except Exception as error:
-            raise StudyError(
-                f"make_task can't be sent to the processes of trials: {type(error).__name__}: {error}",
-                expected="a function whose variables can be pickled",
-                fix="create such objects inside the function",
-            ) from error

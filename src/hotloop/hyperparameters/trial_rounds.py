@@ -20,11 +20,11 @@ from hotloop.core.format import format_figure
 from hotloop.core.records.study import StudyRecord, TrialProgress
 from hotloop.core.reporter import Report
 from hotloop.errors import HotloopError
+from hotloop.hyperparameters.results import best_value, curve, violations
 from hotloop.hyperparameters.samplers import make_sampler, memory_study
 from hotloop.hyperparameters.space import all_params, sample
 from hotloop.hyperparameters.study_folder import StudyFolder
 from hotloop.hyperparameters.trial_processes import Workers
-from hotloop.hyperparameters.trial_values import best_value, curve, violations
 
 FINISHED, TIME_LIMIT = "finished", "time-limit"
 
@@ -89,7 +89,7 @@ class Rounds:
             self._train(memory.get_trials(deepcopy=False), live, rung)
             live = [number for number in live if not self._has_failed(number, rung)]
             for number in live:
-                self._report(handles[number - start], self._curve(number)[:rung])
+                self._report(handles[number - start], curve(self._progress(number))[:rung])
             paused = [number for number in live if not self._is_finished(number, rung)]
             pruned |= (losers := prune(self.study, memory, paused))
             live = [number for number in live if number not in losers]
@@ -176,9 +176,6 @@ class Rounds:
 
     def _progress(self, number: int) -> list[TrialProgress]:
         return [self.folder.progress(number, repeat) for repeat in range(self.study.repeats)]
-
-    def _curve(self, number: int) -> list[float]:
-        return curve(self._progress(number))
 
     def _has_failed(self, number: int, rung: float = math.inf) -> bool:
         """Returns whether a trial failed before the end of an epoch.

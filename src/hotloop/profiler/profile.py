@@ -66,7 +66,7 @@ def profile(
     Args:
         task: a Task, or the path of any Python script that trains; the script runs as it would alone.
         arguments: the script's own.
-        plan: for the Task: a `Plan`, a TOML file, `auto`, `baseline` or `arrays`; default the baseline.
+        plan: for the Task: a `Plan`, a TOML file, `auto` or `baseline`; default the baseline.
             A plan for several ranks starts them as forks of this process.
         steps: number of measured steps; None for 60, fewer if these would take over 30 s.
         stop_after: duration such as `60s` after which the script is stopped; default at its end.

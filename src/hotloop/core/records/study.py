@@ -56,7 +56,7 @@ class StudyRecord(Record):
         epochs: the largest number of epochs of a trial.
         rungs: epochs after which trials are compared for pruning.
         task_epochs, task_seed: values of the Task.
-        trials: number of trials that the study began with; 0 if it isn't recorded.
+        trials: number of trials that the study began with.
     """
 
     version: int = 1

@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hotloop.core.records.study import LearningRateRange, Value
 from hotloop.errors import StudyError
-from hotloop.hyperparameters.finders.finder_task import load_finder_task, rules_plan
+from hotloop.hyperparameters.finders import load_finder_task, rules_plan
 from hotloop.hyperparameters.space import TASK_FIELDS, as_text
-from hotloop.hyperparameters.study_options import TaskSource
+from hotloop.hyperparameters.trial_processes import TaskSource
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan
 from hotloop.task import Task
