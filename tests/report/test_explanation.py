@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from hotloop.core.records.explanation import Equation, Explanation, LayerExplanation, MatrixRecord
-from hotloop.explainer.linear_example import linear_example
+from hotloop.explainer.explain import linear_example
 from hotloop.report.explanation import explanation_html, explanation_page
 
 

@@ -57,7 +57,8 @@ def check_call(recorded: TorchCall, formula: Formula, bytes_of: Callable[[int], 
         name = term.result.removeprefix("d")
         if name in equations.operands and name not in wanted:
             continue
-        value = term.value().detach()
+        with torch.no_grad():
+            value = term.value()
         backward.append(_equation(term, expected.get(name), scale, bytes_of, value))
         parameter = (
             recorded.parameters[_occurrence(leaves, equations.operands.get(name))] if name in equations.operands else ""

@@ -8,11 +8,12 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hotloop import arrays
 from hotloop.core.random.rng import RandomStreams, preserve_generators
-from hotloop.core.records.explanation import Explanation, LayerExplanation, MatrixRecord
+from hotloop.core.records.explanation import Explanation, LayerExplanation, LinearExample, MatrixRecord
 from hotloop.core.task_parts.module_modes import modules_in_eval, set_training
 from hotloop.data.batch_tree import tree_tensors
 from hotloop.data.feeds.feed import first_batch
@@ -20,7 +21,6 @@ from hotloop.errors import TaskError, call_user_code
 from hotloop.explainer.autograd_check import check_call, layer_without_equations
 from hotloop.explainer.layers import (
     activations,
-    attention,
     convolution,
     linear,
     losses,
@@ -31,7 +31,6 @@ from hotloop.explainer.layers import (
     shape_ops,
 )
 from hotloop.explainer.layers.equation import Formula
-from hotloop.explainer.linear_example import linear_example
 from hotloop.explainer.recorder import TorchCall, TorchCallRecorder, UnrecordedNode
 from hotloop.lowering.context import build_model
 from hotloop.task import Task, YieldedResult
@@ -86,7 +85,6 @@ FORMULAS: Mapping[str, Formula] = MappingProxyType(
         **convolution.FORMULAS,
         **pooling.FORMULAS,
         **normalization.FORMULAS,
-        **attention.FORMULAS,
         **recurrent.FORMULAS,
         **losses.FORMULAS,
     }
@@ -207,3 +205,23 @@ def _worst_equation(layers: list[LayerExplanation]) -> dict[str, Any]:
         return {}
     ratio, name = max(ratios)
     return {"difference": ratio, "worst": name}
+
+
+def linear_example() -> LinearExample:
+    """Returns the backward pass of a linear layer to check by hand, and autograd's: whole numbers in X, W, b and T give gradients of few digits."""
+    x = torch.tensor([[1.0, 2, 0], [0, 1, 3]], dtype=torch.float64, requires_grad=True)
+    w = torch.tensor([[1.0, 0, -1], [2, 1, 0]], dtype=torch.float64, requires_grad=True)
+    b = torch.tensor([0.0, 1], dtype=torch.float64, requires_grad=True)
+    t = torch.tensor([[0.0, 3], [-1, 4]], dtype=torch.float64)
+    z = torch.nn.functional.linear(x, w, b)
+    loss = (z - t).square().sum(1).mean() / 2
+    by_autograd = torch.autograd.grad(loss, (x, w, b))
+    with torch.no_grad():
+        dz = (z - t) / len(x)
+        outer = dz[:, :, None] * x[:, None, :] + 0.0  # 0.0 in place of -0.0
+        by_equations = (dz @ w, dz.T @ x, dz.sum(0))
+        pairs = zip(by_equations, by_autograd, strict=True)
+        difference = max(float((one - other).abs().max()) for one, other in pairs)
+        named = dict(x=x, w=w, b=b, t=t, z=z, dz=dz, outer=outer)
+        named |= dict(zip(("dx", "dw", "db"), by_equations, strict=True))
+    return LinearExample(**{name: value.tolist() for name, value in named.items()}, difference=difference)

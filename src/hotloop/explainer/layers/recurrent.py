@@ -15,19 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotloop.arrays.activations import sigmoid
 from hotloop.explainer.layers.equation import EquationTerm, Formula, FunctionCall, LayerEquations, NotCovered
 
 State = tuple[Tensor, ...]
 """(h,) or (h, c), each (batch, hidden)."""
 
 
-def _s(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
-
-
 def _lstm(gx: Tensor, gh: Tensor, state: State) -> tuple[State, Callable[[State], tuple[Tensor, Tensor, State]]]:
     i, f, g, o = (gx + gh).chunk(4, -1)
-    i, f, g, o = _s(i), _s(f), torch.tanh(g), _s(o)
+    i, f, g, o = sigmoid(i), sigmoid(f), torch.tanh(g), sigmoid(o)
     before = state[1]
     c = f * before + i * g
     high = torch.tanh(c)
@@ -43,7 +40,7 @@ def _lstm(gx: Tensor, gh: Tensor, state: State) -> tuple[State, Callable[[State]
 
 def _gru(gx: Tensor, gh: Tensor, state: State) -> tuple[State, Callable[[State], tuple[Tensor, Tensor, State]]]:
     (xr, xz, xn), (hr, hz, hn) = gx.chunk(3, -1), gh.chunk(3, -1)
-    r, z = _s(xr + hr), _s(xz + hz)
+    r, z = sigmoid(xr + hr), sigmoid(xz + hz)
     n = torch.tanh(xn + r * hn)
     before = state[0]
 
