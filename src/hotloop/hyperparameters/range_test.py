@@ -140,19 +140,17 @@ def recommend(rates: Sequence[float], smoothed: Sequence[float]) -> float | None
     if not smoothed:
         return None
     half = max(1, round(_WINDOW * len(smoothed)))
+    logs = [math.log(rate) for rate in rates]
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
     slopes = {
-        step: _slope(rates[step - half : step + half + 1], smoothed[step - half : step + half + 1])
+        step: statistics.linear_regression(
+            logs[step - half : step + half + 1], smoothed[step - half : step + half + 1]
+        ).slope
         for step in range(half, min(lowest, len(smoothed) - half - 1) + 1)
     }
     if not slopes or min(slopes.values()) >= 0:
         return None
     return rates[min(slopes, key=slopes.__getitem__)]
-
-
-def _slope(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Returns the slope of the loss over the logarithm of the rate, by least squares."""
-    return statistics.linear_regression([math.log(rate) for rate in rates], losses).slope
 
 
 def _ends(losses: Sequence[float], steps: int) -> tuple[float, float | None]:

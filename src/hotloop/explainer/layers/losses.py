@@ -117,7 +117,8 @@ def _pointwise_terms(call: FunctionCall) -> tuple[_Terms, int]:
             5,
             4,
         ), 2
-    if call.get(2, "weight") is not None or call.options.get("pos_weight") is not None or _has_weights(call):
+    pos_weight = call.get(3, "pos_weight") if name.endswith("with_logits") else None
+    if call.get(2, "weight") is not None or pos_weight is not None:
         raise NotCovered("its terms are weighted")
     if name == "binary_cross_entropy":
         return (
@@ -136,10 +137,6 @@ def _pointwise_terms(call: FunctionCall) -> tuple[_Terms, int]:
         5,
         5,
     ), 4
-
-
-def _has_weights(call: FunctionCall) -> bool:
-    return call.name == "binary_cross_entropy_with_logits" and call.get(3, "pos_weight") is not None
 
 
 def pointwise_loss(call: FunctionCall) -> LayerEquations:
