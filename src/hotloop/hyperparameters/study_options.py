@@ -55,21 +55,11 @@ def _other_setting_error(given: str, own: str) -> StudyError:
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """How to search.
+    """How to search; the attributes are arguments of `hotloop.study`.
 
     None stands for the default of a new study, and for the study's own value when an existing study goes on.
 
     Attributes:
-        trials: number of trials.
-        sampler: `tpe`, `cmaes`, `gp`, `grid` or `random`.
-        pruner: `none`, `median`, `hyperband` or `halving`.
-        round_size: trials that are proposed together from the results of earlier rounds; at least `jobs` uses all jobs.
-        jobs: trials that train at the same time, without effect on the result; None for 1, or the cores of Ray's cluster.
-        jobs_on: `processes` of this machine, or `ray` for Ray's machines.
-        repeats: seeds for each trial; the value is the mean.
-        constraints: limits such as `memory < 4GB` and `step_ms < 5`.
-        time_limit: a time such as `1h`, after which no further round begins.
-        plan: `auto`, `baseline`, a TOML file or a Plan; None for the rules' plan.
         axes: plan axes that are set.
     """
 

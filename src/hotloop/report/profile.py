@@ -174,15 +174,16 @@ def modules_table(profile: Profile) -> Table:
     """Returns the module tree by name; small modules are counted in one row."""
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
     shown.add_column("module", ratio=1, no_wrap=True, overflow="ellipsis")
-    updates = any(one.update_ms is not None for one in profile.modules)
-    for name in ("forward", "backward", *(["update", "share"] if updates else ["share", "FLOPs", "bytes", "of limit"])):
+    for name in ("forward", "backward", "share", "FLOPs", "bytes", "of limit"):
         shown.add_column(name, justify="right", no_wrap=True)
     rows = modules_to_show(profile.modules)
     for one in rows:
-        share = format_percent(one.share)
-        more = [share, format_flops(one.flops), format_bytes(one.bytes), format_percent(one.limit_share)]
-        if updates:
-            more = [format_time(one.update_ms), share]
+        more = [
+            format_percent(one.share),
+            format_flops(one.flops),
+            format_bytes(one.bytes),
+            format_percent(one.limit_share),
+        ]
         cells = (_label(one, profile.modules), format_time(one.forward_ms), format_time(one.backward_ms), *more)
         shown.add_row(*(Text(cell) for cell in cells))
     left = len(profile.modules) - len(rows)

@@ -24,7 +24,6 @@ class ModuleTime(Record):
         calls: per step.
         forward_ms, backward_ms: with inner modules; None if unknown.
         own_forward_ms, own_backward_ms: without inner modules.
-        update_ms: of its parameters, with inner modules; None if the update isn't split by module.
         share: of the step's time, forward and backward with inner modules.
         flops, bytes: per step, forward and backward with inner modules; None if unknown.
         limit_share: time at this machine's measured limits over the measured time; None if unknown.
@@ -38,7 +37,6 @@ class ModuleTime(Record):
     backward_ms: float | None
     own_forward_ms: float | None = None
     own_backward_ms: float | None = None
-    update_ms: float | None = None
     share: float
     flops: float | None = None
     bytes: float | None = None
