@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from array_api_compat import device
 
-from hotloop.arrays.backend import Array, ArrayFactory, Shape, namespace, to_namespace
+from hotloop.arrays.backend import Array, ArrayFactory, Shape, dtype_name, namespace, to_namespace
 from hotloop.arrays.dense import Embedding
 from hotloop.arrays.layer import Chain, Layer, check_integers, shape_after
 from hotloop.arrays.losses import Loss, loss_of
@@ -341,10 +341,10 @@ class Network:
         x = to_namespace(name, x, self.xp, None if self._sample is None else device(self._sample))
         floats = self.xp.isdtype(x.dtype, "real floating")
         if self._embedding and not self.xp.isdtype(x.dtype, "integral"):
-            raise DataError(f"{name} has dtype {_dtype(x)}", expected="whole numbers, for an embedding")
+            raise DataError(f"{name} has dtype {dtype_name(x)}", expected="whole numbers, for an embedding")
         if not self._embedding and not floats:
             raise DataError(
-                f"{name} has dtype {_dtype(x)}",
+                f"{name} has dtype {dtype_name(x)}",
                 expected="floats to compute with",
                 fix=f"use {name}.astype('float32'), for pixels divided by 255",
             )
@@ -354,9 +354,9 @@ class Network:
             self._build(x)
         elif x.dtype != self._sample.dtype:
             raise DataError(
-                f"{name} has dtype {_dtype(x)}",
-                expected=f"{_dtype(self._sample)}, as the first batch had",
-                fix=f"use {name}.astype('{_dtype(self._sample)}')",
+                f"{name} has dtype {dtype_name(x)}",
+                expected=f"{dtype_name(self._sample)}, as the first batch had",
+                fix=f"use {name}.astype('{dtype_name(self._sample)}')",
             )
         self._outputs = shape_after(self.chain, x.shape[1:])
         if self._embedding is not None:
@@ -403,7 +403,3 @@ def _minibatches(size: int, *arrays: Array) -> Iterator[tuple[Array, ...]]:
     samples = arrays[0].shape[0]
     for first in range(0, samples, size):
         yield tuple(array[first : min(first + size, samples), ...] for array in arrays)
-
-
-def _dtype(array: Array) -> str:
-    return str(array.dtype).rpartition(".")[2]
