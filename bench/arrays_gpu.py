@@ -24,7 +24,6 @@ from hotloop.arrays.activations import ReLU
 from hotloop.arrays.conv import Conv, MaxPool
 from hotloop.arrays.dense import Dense
 from hotloop.arrays.network import Network
-from hotloop.plan import Plan
 
 LIMIT = 10.0
 
@@ -86,7 +85,7 @@ def main() -> int:
     print(json.dumps(figures, indent=2))
     if not options.no_record:
         command = f"python -m bench.arrays_gpu --xp {options.xp} --pairs {options.pairs} --steps {options.steps}"
-        print(write_claim("arrays-gpu", command, Plan(engine="arrays", device="cuda:0"), figures), file=sys.stderr)
+        print(write_claim("arrays-gpu", command, None, figures), file=sys.stderr)
     return 0 if figures["interval_95"][0] >= LIMIT else 1
 
 

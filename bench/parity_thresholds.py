@@ -60,7 +60,6 @@ EAGER = [
     {"accumulation": 3},
     {"residency": "host"},
     {"residency": "device"},
-    {"engine": "arrays"},
 ]
 COMPILED = [
     {"compile": "forward"},

@@ -1,7 +1,6 @@
-"""A small network of known layers: trained by torch, by array operations in its place, or by `hotloop.arrays` alone.
+"""A small network of known layers: trained by torch, or by `hotloop.arrays` alone.
 
-hotloop train examples/written_out.py --plan arrays
-hotloop race examples/written_out.py --plans arrays,baseline,auto
+hotloop train examples/written_out.py
 python examples/written_out.py
 """
 

@@ -35,8 +35,8 @@ _HOME = {
     "explain": "hotloop.explainer.explain",
     "summary": "hotloop.api",
     "study": "hotloop.hyperparameters.study",
-    "find_batch_size": "hotloop.hyperparameters.finders.find",
-    "find_learning_rate": "hotloop.hyperparameters.finders.find",
+    "find_batch_size": "hotloop.hyperparameters.finders",
+    "find_learning_rate": "hotloop.hyperparameters.finders",
 }
 # No module has the name of a public function: importing the module would hide the function.
 _MODULES = ("arrays", "data", "errors")
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from hotloop.core.callback import View
     from hotloop.errors import HotloopError
     from hotloop.explainer.explain import explain
-    from hotloop.hyperparameters.finders.find import find_batch_size, find_learning_rate
+    from hotloop.hyperparameters.finders import find_batch_size, find_learning_rate
     from hotloop.hyperparameters.study import study
     from hotloop.lowering.build import lower
     from hotloop.plan import Plan

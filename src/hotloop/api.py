@@ -64,7 +64,7 @@ def fit(
     Args:
         run: a new folder for the run; default `runs/<name>-<date>-<time>`.
         resume: continue the run in that folder from its last checkpoint.
-        plan: a `Plan`, a TOML file, `baseline` (eager), `arrays`, `auto` or `replay:RUN`. By default the result of
+        plan: a `Plan`, a TOML file, `baseline` (eager), `auto` or `replay:RUN`. By default the result of
             `tune` for a Task in a file, else the choice of the rules. `auto` begins with the same plan and searches for
             a faster one while the run trains, and `replay:RUN` repeats such a run bit by bit. A resumed run keeps its
             own plan by default. Several ranks start as forks of this process, see docs/how-to/ranks.md.

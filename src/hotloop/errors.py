@@ -54,6 +54,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else ""
 
 
+REMOVED = {
+    "hotloop study --pack": "use --jobs 2 to train trials at the same time",
+    "engine": "leave engine out: PyTorch computes each step, and hotloop.arrays.Network trains array layers by itself",
+    "rewrites=conv_as_gemm": "use rewrites=all, or leave the axis out",
+    "rewrites=pool_first": "use rewrites=all, or leave the axis out",
+    "outer": "leave it out: ranks of parallel=local continue from their average",
+    "correction": "leave it out: parallel=async divides the step size by the updates in between",
+    "pipeline=interleaved": "use pipeline=1f1b",
+    "plan=arrays": "use baseline: PyTorch computes each step, and hotloop.arrays.Network trains array layers by itself",
+}
+"""What to use in place of what was removed: an option, an axis, a value such as `rewrites=pool_first`, a plan by name."""
+
+
 def shorten(value: object) -> str:
     """Returns a value's `repr`, or a path, shortened for a message."""
     text = repr(value) if not isinstance(value, os.PathLike) else os.fspath(value)

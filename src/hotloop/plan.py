@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 
-from hotloop.errors import PlanError, did_you_mean, shorten
+from hotloop.errors import REMOVED, PlanError, did_you_mean, shorten
 
 Steps = Annotated[int, Field(ge=2)]
 """Number of steps in one replay."""
@@ -29,16 +29,6 @@ AXES_OF_PARALLEL = {
     "async": ("staleness",),
 }
 """Axes that belong to one value of `parallel`."""
-
-
-REMOVED = {
-    "rewrites=conv_as_gemm": "use rewrites=all, or leave the axis out",
-    "rewrites=pool_first": "use rewrites=all, or leave the axis out",
-    "outer": "leave it out: ranks of parallel=local continue from their average",
-    "correction": "leave it out: parallel=async divides the step size by the updates in between",
-    "pipeline=interleaved": "use pipeline=1f1b",
-}
-"""Axes, and values of axes, that plans no longer have, with an instruction on what to use instead."""
 
 
 def axes_dropped_with(before: str, now: str) -> tuple[str, ...]:
@@ -107,8 +97,6 @@ class Plan(BaseModel):
     """How to run the training step.
 
     Attributes:
-        engine: what computes the step. `eager`: PyTorch, operation by operation. `arrays`: array operations of NumPy or
-            CuPy without autograd, for models of known layers.
         device: torch's name: `cpu`, `cuda:0`, `mps`, `xpu:0`.
         precision: number format of products; parameters and updates stay fp32. `default`: torch's settings at the start
             of the run (fp32 unless changed; TF32 for convolutions on CUDA); `fp32`: regardless of the settings;
@@ -158,7 +146,6 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    engine: Literal["eager", "arrays"] = "eager"
     device: str = "cpu"
     precision: Literal["default", "fp32", "tf32", "bf16", "fp16"] = "default"
     layout: Literal["contiguous", "channels_last"] = "contiguous"

@@ -142,16 +142,16 @@ def test_a_compiled_network_has_no_gain(is_busy: bool, monkeypatch: pytest.Monke
 
 def test_no_batch_size_is_called_the_fastest(hotloop: Hotloop, is_busy: bool) -> None:
     """In a process of its own, where only the machine's true load counts: the sizes' remark comes from there."""
-    from hotloop.hyperparameters.finders import batch_size
-    from hotloop.hyperparameters.study_options import TaskSource
+    from hotloop.hyperparameters import finders
+    from hotloop.hyperparameters.trial_processes import TaskSource
 
     class HereInstead:
         def run(self, work: str, log: str, **job: object) -> dict[str, object]:
-            return batch_size.measure_batch_size(**job)  # type: ignore[arg-type]
+            return finders.measure_batch_size(**job)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_size, "_MEASURE_S", 0.05)
-        found = batch_size.measure_batch_sizes(
+        patch.setattr(finders, "_MEASURE_S", 0.05)
+        found = finders.measure_batch_sizes(
             HereInstead(),
             TaskSource("task.py"),
             {},

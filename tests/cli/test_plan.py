@@ -108,25 +108,25 @@ def test_a_plan_that_cannot_be_run_leaves_the_run_as_it_was(task: Path, hotloop:
 # --- what is refused
 
 WRONG = {
-    "an axis": (("--set", "compiel=step"), 1, ("unknown axis 'compiel'", "one of engine, device, precision")),
+    "an axis": (("--set", "compiel=step"), 1, ("unknown axis 'compiel'", "one of device, precision")),
     "a value": (("--set", "compile=all"), 1, ("compile='all'", "'none', 'forward', 'step' or 'package'")),
     "a removed value": (("--set", "rewrites=pool_first"), 1, ("rewrites='pool_first' was removed", "Use rewrites=all")),
     "a number": (("--set", "accumulation=0"), 1, ("accumulation=0", "1 or more")),
     "no number": (("--set", "threads=many"), 1, ("threads='many'", "a whole number")),
-    "a key of a file": (("--plan", "odd.toml"), 1, ("odd.toml: unknown axis 'precison'", "one of engine, device")),
+    "a key of a file": (("--plan", "odd.toml"), 1, ("odd.toml: unknown axis 'precison'", "one of device, precision")),
     "a value of a file": (("--plan", "bad.toml"), 1, ("bad.toml: precision='fp8'", "'fp32', 'tf32'")),
     "a file that is no TOML": (("--plan", "torn.toml"), 1, ("torn.toml is not TOML",)),
     "a file that isn't there": (
         ("--plan", "mien.toml"),
         1,
-        ("no plan at 'mien.toml'", "auto, baseline, arrays, or a TOML"),
+        ("no plan at 'mien.toml'", "auto, baseline, or a TOML"),
     ),
     "a name": (
         ("--plan", "atuo"),
         1,
-        ("no plan at 'atuo'", "auto, baseline, arrays, or a TOML file", "did you mean 'auto'?"),
+        ("no plan at 'atuo'", "auto, baseline, or a TOML file", "did you mean 'auto'?"),
     ),
-    "live": (("--plan", "live"), 1, ("no plan at 'live'", "auto, baseline, arrays, or a TOML file")),
+    "live": (("--plan", "live"), 1, ("no plan at 'live'", "auto, baseline, or a TOML file")),
     "no value": (("--set", "compile"), 2, ("'compile' is not of the form name=value",)),
     "a device": (("--set", "device=tpu"), 1, ("'tpu'", "cpu")),
     "a plan for hardware elsewhere": (("--plan", "far.toml"), 1, ("'xpu:7' isn't on this machine", "cpu")),
@@ -140,7 +140,17 @@ WRONG = {
     ),
     "pieces": (("--set", "accumulation=6", *CPU), 1, ("a batch of 5 can't be cut into 6 pieces",)),
     "images": (("--set", "layout=channels_last", *CPU), 1, ("4 or 5 dimensions",)),
-    "arrays compiled": (("--plan", "arrays", "--set", "compile=step", *CPU), 1, ("compile=step with engine=arrays",)),
+    "a removed axis": (
+        ("--set", "engine=arrays"),
+        1,
+        ("engine='arrays' in the plan was removed", "hotloop.arrays.Network"),
+    ),
+    "a removed axis of a file": (
+        ("--plan", "eager.toml"),
+        1,
+        ("eager.toml: engine='eager'", "was removed. Leave engine out"),
+    ),
+    "a removed plan": (("--plan", "arrays"), 1, ("the plan 'arrays' was removed", "hotloop.arrays.Network")),
     "a placement without a module": (("--set", "placement=cuda:0", *CPU), 1, ("'cuda:0'", "such as encoder=cuda:0")),
     "a placement nowhere": (("--set", "placement=head=cuda:7", *CPU), 1, ("no cuda:7 for 'head'", "cpu")),
     "a module that isn't there": (("--set", "placement=head=cpu", *CPU), 1, ("'head'", "no such module")),
@@ -157,6 +167,7 @@ WRONG = {
 def test_a_wrong_plan_is_one_clear_line_and_no_run(name: str, task: Path, hotloop: Hotloop) -> None:
     args, code, says = WRONG[name]
     files = {"odd": 'precison = "bf16"', "bad": 'precision = "fp8"', "torn": "device = ", "far": 'device = "xpu:7"'}
+    files["eager"] = 'engine = "eager"'
     for file, text in files.items():
         Path(f"{file}.toml").write_text(text)
     done = hotloop("train", task, "--run", "run", *args)

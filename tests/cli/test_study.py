@@ -57,6 +57,10 @@ USAGE = {
         ["--resume", "s", "--continue", "1", "--jobs", "2"],
         "--jobs has no effect beside --continue",
     ),
+    "packs": (
+        ["task.py", "--pack", "auto"],
+        "error: --pack was removed: use --jobs 2 to train trials at the same time. See: hotloop study --help",
+    ),
 }
 
 

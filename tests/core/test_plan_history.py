@@ -47,7 +47,7 @@ def test_a_journal_without_switches_is_empty() -> None:
         [event(1, 5)],
         [event(0, 0), event(2, 5)],
         [event(0, 3)],
-        [event(0, 0, plan=0) | {"plan": {"engine": "steam"}}],
+        [event(0, 0, plan=0) | {"plan": {"compile": "steam"}}],
         [event(0, 0) | {"step": "x"}],
         [{"event": SWITCH_EVENT}],
     ],

@@ -13,7 +13,7 @@ import pytest
 
 import hotloop
 from hotloop.errors import StudyError
-from hotloop.hyperparameters.ray.ray_trials import run_trial
+from hotloop.hyperparameters.ray_trials import run_trial
 from tests.hyperparameters.test_trial_rounds import ARGUMENTS, HALVING, SPACE, check_same, start
 from tests.support.tasks.studied_task import STUDIED
 

@@ -10,7 +10,7 @@ import hotloop
 from hotloop.core.files import user_folders
 from hotloop.core.records.study import ParameterRecord, StudyRecord
 from hotloop.errors import PlanError
-from hotloop.hyperparameters.shape_plans import ShapePlan, expected_trials, shape_key
+from hotloop.hyperparameters.trial import ShapePlan, expected_trials, shape_key
 from hotloop.lowering.compile import package_cache
 from hotloop.plan import Plan
 from hotloop.task import Task

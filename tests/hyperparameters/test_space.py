@@ -78,7 +78,7 @@ batch_size = 64
 
 def test_a_file_has_conditions_in_any_order(tmp_path: Path) -> None:
     (tmp_path / "space.toml").write_text(SPACE)
-    space = check_names(read_space(tmp_path / "space.toml"), ["lr", "optimizer", "momentum"], {})
+    space = check_names(read_space(tmp_path / "space.toml"), ["lr", "optimizer", "momentum"], ())
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
     found = []
     for _ in range(12):
@@ -132,7 +132,7 @@ def test_a_mistake_in_a_file_is_one_line_with_the_place(text: str, tmp_path: Pat
 )
 def test_a_name_or_a_condition_that_is_unknown_is_one_line(table: dict, line: str) -> None:
     with pytest.raises(StudyError) as error:
-        check_names(parse_space(table), ["lr", "layers"], {"layers": "int", "batch_size": "int"})
+        check_names(parse_space(table), ["lr", "layers"], {"layers", "batch_size"})
     assert line in str(error.value)
 
 
@@ -147,7 +147,7 @@ def test_a_range_of_a_whole_number_parameter_has_whole_numbers() -> None:
     space = check_names(
         parse_space({"layers": "1..4", "batch_size": "8..64:log"}),
         ["layers"],
-        dict.fromkeys(("layers", "batch_size"), "int"),
+        {"layers", "batch_size"},
     )
     assert all(parameter.is_int for parameter in space.values())
 

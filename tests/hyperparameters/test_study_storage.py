@@ -196,14 +196,13 @@ def journal_mode(path: Path) -> str:
 def test_a_study_at_its_end_is_one_file(tmp_path: Path, has_reader: bool) -> None:
     """A reader such as Optuna's dashboard may delay this, and is no error."""
     folder = new_folder(tmp_path / "s", settings())
-    folder.lock()
-    assert run(folder) == FINISHED
-    assert journal_mode(tmp_path / "s/study.db") == "wal"
-    reader = sqlite3.connect(tmp_path / "s/study.db")
-    if has_reader:
-        reader.execute("begin")
-        reader.execute("select * from trials").fetchone()
-    folder.unlock()
+    with folder.locked():
+        assert run(folder) == FINISHED
+        assert journal_mode(tmp_path / "s/study.db") == "wal"
+        reader = sqlite3.connect(tmp_path / "s/study.db")
+        if has_reader:
+            reader.execute("begin")
+            reader.execute("select * from trials").fetchone()
     reader.close()
     assert journal_mode(tmp_path / "s/study.db") == ("wal" if has_reader else "delete")
     assert sorted(path.name for path in (tmp_path / "s").glob("study.db*")) == ["study.db"]

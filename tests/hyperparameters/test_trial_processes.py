@@ -141,7 +141,7 @@ import threading
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 """
 
-THREADS = "hotloop.hyperparameters.trial_server:thread_count"
+THREADS = "hotloop.hyperparameters.trial_processes:thread_count"
 
 
 @pytest.mark.slow

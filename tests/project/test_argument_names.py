@@ -40,8 +40,6 @@ OTHERS |= {"--shm-size", "--nproc-per-node", "--query-gpu", "--format", "--insta
         ),
         ("by --steps 60 or --try", "by steps=60 or try_remedies=True"),
         ("docker gives 64 MB without --shm-size", "docker gives 64 MB without --shm-size"),
-        ("--pack auto with --jobs-on ray", "pack='auto' with jobs_on='ray'"),
-        ("--pack 4 with a plan; leave out --pack, or the plan", "pack=4 with a plan; leave out pack=, or the plan"),
         ("use --plans baseline,auto", "use plans=['baseline', 'auto']"),
     ],
 )

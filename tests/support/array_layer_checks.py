@@ -161,7 +161,7 @@ def _is_sign(node: ast.AST) -> bool:
     return isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Add | ast.Sub)
 
 
-_SHARED = ("_average",)
+_SHARED = ("_update_mean",)
 """Functions that all classes of their module use."""
 
 _NOT_ARITHMETIC = ("__init__", "__repr__", "shape", "build", "check", "_wide", "_fit", "memory")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import hotloop
 from hotloop.core.state import differing_paths
-from hotloop.errors import CheckpointError, PlanError, TaskError
+from hotloop.errors import CheckpointError, PlanError
 from hotloop.plan import Plan
 from hotloop.training.run import Run
 from tests.support.plain_loops import assert_equal_weights, difference_of_resumed, fitted, plain_loop
@@ -146,13 +146,6 @@ def test_going_back_within_a_process_freezes_again() -> None:
     program.model[0].requires_grad_(True)  # type: ignore[index]
     program.restore(start)
     assert differing_paths(program.state(), start) == []
-
-
-def test_arrays_refuse_to_resume_what_they_do_not_train(tmp_path: Path) -> None:
-    program = hotloop.lower(make("thawed, and in the optimizer before"))
-    program.model[0].requires_grad_(True)  # type: ignore[index]
-    with pytest.raises(TaskError, match=r"freezes or thaws '0.bias', and engine=arrays"):
-        hotloop.lower(make("thawed, and in the optimizer before"), Plan(engine="arrays")).restore(program.state())
 
 
 def test_a_forgotten_thaw_would_change_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

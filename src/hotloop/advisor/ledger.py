@@ -28,7 +28,7 @@ from hotloop.errors import HotloopError
 from hotloop.plan import Plan
 from hotloop.task_file import LoadedTask
 
-_PLAN_AXES = ("compile", "graphs", "precision", "parallel", "engine", "accumulation")
+_PLAN_AXES = ("compile", "graphs", "precision", "parallel", "accumulation")
 """Axes of a plan that change a predicted step; others change little."""
 
 

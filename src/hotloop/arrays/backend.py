@@ -78,6 +78,10 @@ class ArrayFactory:
         return self.xp.asarray(drawn.astype("float64"), dtype=self.dtype, device=self.device)
 
 
+def dtype_name(array: Array) -> str:
+    return str(array.dtype).rpartition(".")[2]
+
+
 def to_namespace(name: str, given: Any, xp: Any, where: Any = None) -> Array:
     """Returns the user's array as an array of `xp`; converts NumPy's arrays, and refuses those of other libraries.
 

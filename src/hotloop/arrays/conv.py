@@ -7,6 +7,8 @@ on the pixels of an image they are U and Uᵀ. Both loop over the k_h·k_w place
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from array_api_compat import array_namespace
@@ -15,51 +17,51 @@ from hotloop.arrays.backend import Array, ArrayFactory, Shape
 from hotloop.arrays.layer import Layer, ShapeMismatch, check_integers
 from hotloop.errors import TaskError
 
-Pair = int | tuple[int, int]
+Size = int | tuple[int, ...]
+"""One number for all dimensions, or one for each."""
 
 
-def pair(name: str, value: Any, least: int) -> tuple[int, int]:
-    """Returns rows and columns; one number stands for both.
+def _by_dimension(name: str, value: Any, least: int, dims: int) -> tuple[int, ...]:
+    """Returns a number for each dimension; one number stands for all.
 
     Raises:
-        TaskError: the value is neither one whole number nor two.
+        TaskError: the value is neither one whole number nor one for each dimension.
     """
-    both = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    if len(both) != 2:
+    each = tuple(value) if isinstance(value, tuple | list) else (value,) * dims
+    if len(each) != dims:
         raise TaskError(f"{name}={value!r} of a window", expected="one number, or two: rows and columns")
-    for one in both:
+    for one in each:
         check_integers("a window", least, **{name: one})
-    return both
+    return each
 
 
 class Window:
-    """A window of (k_h, k_w) places over an image (h, w), with (oh, ow) positions.
+    """A window of (k_h, k_w) places over an image (h, w), with (oh, ow) positions; in other dimensions the same.
 
     Args:
         size, stride, pad, dilation: rows and columns; `pad` is added on each side, and with a dilation of d the places
             of the window are d pixels apart.
+        dims: dimensions of an image.
     """
 
-    def __init__(self, size: Pair, stride: Pair, pad: Pair = 0, dilation: Pair = 1) -> None:
-        self.size, self.stride = pair("size", size, 1), pair("stride", stride, 1)
-        self.pad, self.dilation = pair("pad", pad, 0), pair("dilation", dilation, 1)
+    def __init__(self, size: Size, stride: Size, pad: Size = 0, dilation: Size = 1, dims: int = 2) -> None:
+        self.size = _by_dimension("size", size, 1, dims)
+        self.stride = _by_dimension("stride", stride, 1, dims)
+        self.pad = _by_dimension("pad", pad, 0, dims)
+        self.dilation = _by_dimension("dilation", dilation, 1, dims)
 
     @property
     def places(self) -> int:
         return math.prod(self.size)
 
-    def positions(self, image: Shape) -> tuple[int, int]:
+    def positions(self, image: Shape) -> Shape:
         """Returns (oh, ow); zero or less if the window doesn't fit."""
-        rows, columns = (
-            (image[axis] + 2 * self.pad[axis] - self.dilation[axis] * (self.size[axis] - 1) - 1) // self.stride[axis]
-            + 1
-            for axis in (0, 1)
-        )
-        return rows, columns
+        settings = zip(image, self.size, self.stride, self.pad, self.dilation, strict=True)
+        return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in settings)
 
     def shape(self, shape: Shape, channels: int) -> Shape:
         """Returns the output shape of a layer with `channels` channels and a number for each position."""
-        if len(shape) != 3 or min(self.positions(shape[1:])) < 1:
+        if len(shape) != 1 + len(self.size) or min(self.positions(shape[1:])) < 1:
             raise ShapeMismatch(f"images (channels, height, width) at least as large as a window of {self._extent()}")
         return (channels, *self.positions(shape[1:]))
 
@@ -69,39 +71,50 @@ class Window:
 
     def unfold(self, x: Array, fill: float = 0.0) -> Array:
         """(n, c, h, w) -> (n, c, k_h·k_w, oh, ow): the pixels of each window; `fill` outside of the image."""
-        xp, (n, c) = array_namespace(x), x.shape[:2]
-        oh, ow = self.positions(x.shape[2:])
+        positions = self.positions(x.shape[2:])
         x = self._padded(x, fill)
-        windows = xp.empty((n, c, self.places, oh, ow), dtype=x.dtype, device=x.device)
-        for place, (rows, columns) in enumerate(self._slices(oh, ow)):
-            windows[:, :, place, :, :] = x[:, :, rows, columns]
+        shape = (*x.shape[:2], self.places, *positions)
+        windows = array_namespace(x).empty(shape, dtype=x.dtype, device=x.device)
+        for place, pixels in enumerate(self._pixels(positions)):
+            windows[:, :, place, ...] = x[:, :, *pixels]
         return windows
 
     def fold(self, windows: Array, image: Shape) -> Array:
         """(n, c, k_h·k_w, oh, ow) -> (n, c, h, w), the transpose of `unfold`: sums over the windows at each pixel."""
-        xp, (n, c, _, oh, ow) = array_namespace(windows), windows.shape
-        (h, w), (above, left) = image, self.pad
-        x = xp.zeros((n, c, h + 2 * above, w + 2 * left), dtype=windows.dtype, device=windows.device)
-        for place, (rows, columns) in enumerate(self._slices(oh, ow)):
-            x[:, :, rows, columns] += windows[:, :, place, :, :]
-        return x[:, :, above : above + h, left : left + w]
+        shape = (*windows.shape[:2], *self._padded_size(image))
+        x = array_namespace(windows).zeros(shape, dtype=windows.dtype, device=windows.device)
+        for place, pixels in enumerate(self._pixels(windows.shape[3:])):
+            x[:, :, *pixels] += windows[:, :, place, ...]
+        return x[:, :, *self._inside(image)]
 
-    def _slices(self, oh: int, ow: int) -> list[tuple[slice, slice]]:
-        """For each place of the window, its pixels at all positions."""
-        (kh, kw), (sh, sw), (dh, dw) = self.size, self.stride, self.dilation
-        return [
-            (slice(i * dh, i * dh + sh * (oh - 1) + 1, sh), slice(j * dw, j * dw + sw * (ow - 1) + 1, sw))
-            for i in range(kh)
-            for j in range(kw)
-        ]
+    def columns(self, x: Array, groups: int = 1) -> Array:
+        """Returns P of an image: (n, c, h, w) -> (n, g, c/g·k_h·k_w, oh·ow)."""
+        windows = self.unfold(x)
+        return array_namespace(x).reshape(windows, (x.shape[0], groups, -1, math.prod(windows.shape[3:])))
+
+    def fold_columns(self, columns: Array, image: Shape) -> Array:
+        """Returns Uᵀ of columns such as P: (n, g, c/g·k_h·k_w, oh·ow) -> (n, c, h, w)."""
+        shape = (columns.shape[0], -1, self.places, *self.positions(image))
+        return self.fold(array_namespace(columns).reshape(columns, shape), image)
+
+    def _pixels(self, positions: Shape) -> Iterator[tuple[slice, ...]]:
+        """Yields for each place of the window its pixels at all positions."""
+        settings = zip(positions, self.size, self.stride, self.dilation, strict=True)
+        return product(*([slice(i * d, i * d + s * (o - 1) + 1, s) for i in range(k)] for o, k, s, d in settings))
+
+    def _inside(self, image: Shape) -> tuple[slice, ...]:
+        return tuple(slice(pad, pad + size) for pad, size in zip(self.pad, image, strict=True))
+
+    def _padded_size(self, image: Shape) -> Shape:
+        return tuple(size + 2 * pad for size, pad in zip(image, self.pad, strict=True))
 
     def _padded(self, x: Array, fill: float) -> Array:
-        above, left = self.pad
-        if not above and not left:
+        if not any(self.pad):
             return x
-        n, c, h, w = x.shape
-        wide = array_namespace(x).full((n, c, h + 2 * above, w + 2 * left), fill, dtype=x.dtype, device=x.device)
-        wide[:, :, above : above + h, left : left + w] = x
+        image = x.shape[2:]
+        shape = (*x.shape[:2], *self._padded_size(image))
+        wide = array_namespace(x).full(shape, fill, dtype=x.dtype, device=x.device)
+        wide[:, :, *self._inside(image)] = x
         return wide
 
     def __repr__(self) -> str:
@@ -134,10 +147,10 @@ class Conv(Layer):
     def __init__(
         self,
         channels: int,
-        size: Pair,
-        stride: Pair = 1,
-        pad: Pair = 0,
-        dilation: Pair = 1,
+        size: Size,
+        stride: Size = 1,
+        pad: Size = 0,
+        dilation: Size = 1,
         groups: int = 1,
         bias: bool = True,
     ) -> None:
@@ -165,11 +178,11 @@ class Conv(Layer):
             self.weights["bias"] = make.uniform((self.channels,), bound)
 
     def forward(self, x: Array, training: bool = False) -> Array:
-        xp, n = array_namespace(x), x.shape[0]
+        xp = array_namespace(x)
         self._image = x.shape[2:]
-        windows = self.window.unfold(x)
-        self._p = xp.reshape(windows, (n, self.groups, -1, math.prod(windows.shape[3:])))
-        y = xp.reshape(self._weight_matrix() @ self._p, (n, self.channels, *windows.shape[3:]))
+        self._p = self.window.columns(x, self.groups)
+        shape = (x.shape[0], self.channels, *self.window.positions(self._image))
+        y = xp.reshape(self._weight_matrix() @ self._p, shape)
         return y + xp.reshape(self.weights["bias"], (-1, 1, 1)) if self.bias else y
 
     def backward(self, dy: Array) -> Array:
@@ -179,8 +192,7 @@ class Conv(Layer):
         dy = xp.reshape(dy, (n, self.groups, -1, oh * ow))
         dw = xp.sum(dy @ xp.matrix_transpose(self._p), axis=0)
         self.gradients["weight"] = xp.reshape(dw, self.weights["weight"].shape)
-        dp = xp.matrix_transpose(self._weight_matrix()) @ dy
-        return self.window.fold(xp.reshape(dp, (n, -1, self.window.places, oh, ow)), self._image)
+        return self.window.fold_columns(xp.matrix_transpose(self._weight_matrix()) @ dy, self._image)
 
     def _weight_matrix(self) -> Array:
         """Returns W as (g, o/g, c/g·k_h·k_w)."""
@@ -192,7 +204,7 @@ class Conv(Layer):
 
 
 class _Pooling(Layer):
-    def __init__(self, size: Pair, stride: Pair | None = None, pad: Pair = 0, dilation: Pair = 1) -> None:
+    def __init__(self, size: Size, stride: Size | None = None, pad: Size = 0, dilation: Size = 1) -> None:
         super().__init__()
         self.window = Window(size, size if stride is None else stride, pad, dilation)
         if any(2 * outside > inside for outside, inside in zip(self.window.pad, self.window.size, strict=True)):
@@ -248,7 +260,7 @@ class AveragePool(_Pooling):
         size, stride, pad: see `Window`; the stride is the size by default. Without a size the window is the image.
     """
 
-    def __init__(self, size: Pair | None = None, stride: Pair | None = None, pad: Pair = 0) -> None:
+    def __init__(self, size: Size | None = None, stride: Size | None = None, pad: Size = 0) -> None:
         super().__init__(1 if size is None else size, stride, pad)
         self.whole = size is None
 

@@ -7,7 +7,7 @@ import math
 from array_api_compat import array_namespace
 
 from hotloop.arrays.activations import Sigmoid, Softmax, sigmoid
-from hotloop.arrays.backend import Array, Shape
+from hotloop.arrays.backend import Array, Shape, dtype_name
 from hotloop.arrays.layer import Layer
 from hotloop.errors import DataError, PlanError, TaskError, type_name
 
@@ -39,7 +39,7 @@ class Loss:
         _check_shape(target, output, name)
         if not array_namespace(target).isdtype(target.dtype, "real floating"):
             raise DataError(
-                f"{name} has dtype {_dtype(target)}",
+                f"{name} has dtype {dtype_name(target)}",
                 expected="floats for this loss",
                 fix=f"use {name}.astype('float32')",
             )
@@ -133,7 +133,7 @@ class CrossEntropy(Loss):
         xp = array_namespace(target)
         if not xp.isdtype(target.dtype, "integral"):
             raise DataError(
-                f"{name} has dtype {_dtype(target)}",
+                f"{name} has dtype {dtype_name(target)}",
                 expected="whole numbers from 0, the classes, for a cross entropy",
                 fix=f"use {name}.astype('int64')",
             )
@@ -148,10 +148,6 @@ class CrossEntropy(Loss):
                 expected=f"labels from 0 to {output[0] - 1}, since the network gives {output[0]} scores",
                 fix="number the classes from 0, or change the last layer",
             )
-
-
-def _dtype(array: Array) -> str:
-    return str(array.dtype).rpartition(".")[2]
 
 
 def _check_shape(target: Array, output: Shape, name: str) -> None:

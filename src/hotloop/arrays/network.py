@@ -12,17 +12,64 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from array_api_compat import device
 
-from hotloop.arrays.backend import Array, ArrayFactory, Shape, namespace, to_namespace
+from hotloop.arrays.backend import Array, ArrayFactory, Shape, dtype_name, namespace, to_namespace
 from hotloop.arrays.dense import Embedding
-from hotloop.arrays.epochs import Epoch, show_progress
 from hotloop.arrays.layer import Chain, Layer, check_integers, shape_after
 from hotloop.arrays.losses import Loss, loss_of
 from hotloop.arrays.optimizers import Memory, Optimizer, optimizer_of
 from hotloop.arrays.to_torch import to_sequential
+from hotloop.core.terminal import Bar, Terminal
 from hotloop.errors import DataError, NonFiniteError, TaskError, type_name
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The results of one pass over the data.
+
+    Attributes:
+        number: from 1.
+        train_loss, train_error: means over the epoch's batches, while the weights changed.
+        test_loss, test_error: after the epoch; None without test data.
+        seconds: duration with the test.
+    """
+
+    number: int
+    train_loss: float
+    train_error: float
+    test_loss: float | None
+    test_error: float | None
+    seconds: float
+
+    @property
+    def last_error(self) -> float:
+        """The test error; the training error without test data."""
+        return self.train_error if self.test_error is None else self.test_error
+
+    def __str__(self) -> str:
+        tested = ""
+        if self.test_error is not None:
+            tested = f"  test loss {self.test_loss:.4f}  test error {self.test_error:.4f}"
+        trained = f"train loss {self.train_loss:.4f}  train error {self.train_error:.4f}"
+        return f"epoch {self.number}  {trained}{tested}  {self.seconds:.1f}s"
+
+
+class ProgressDisplay:
+    def __init__(self, epochs: int, batches: int, visible: bool) -> None:
+        self.console = Terminal(stderr=False, quiet=not visible)
+        self.bar = Bar(console=self.console, transient=True, disable=not (visible and self.console.is_terminal))
+        self._epochs = epochs
+        self._task = self.bar.add_task(f"epoch 1/{epochs}", total=batches)
+
+    def step(self) -> None:
+        self.bar.advance(self._task)
+
+    def epoch(self, epoch: Epoch) -> None:
+        self.console.print(str(epoch), markup=False, highlight=False, soft_wrap=True)
+        if epoch.number < self._epochs:
+            self.bar.reset(self._task, description=f"epoch {epoch.number + 1}/{self._epochs}")
 
 
 @dataclass(frozen=True)
@@ -115,7 +162,8 @@ class Network:
         tests = x_test is not None or y_test is not None
         test = self._data(x_test, y_test, "x_test", "y_test") if tests else None
         history: list[Epoch] = []
-        with show_progress(epochs, math.ceil(x.shape[0] / batch_size), progress) as display:
+        display = ProgressDisplay(epochs, math.ceil(x.shape[0] / batch_size), progress)
+        with display.bar:
             for epoch in range(epochs):
                 began = time.perf_counter()
                 loss, error = self._epoch(x, y, batch_size, display.step)
@@ -293,10 +341,10 @@ class Network:
         x = to_namespace(name, x, self.xp, None if self._sample is None else device(self._sample))
         floats = self.xp.isdtype(x.dtype, "real floating")
         if self._embedding and not self.xp.isdtype(x.dtype, "integral"):
-            raise DataError(f"{name} has dtype {_dtype(x)}", expected="whole numbers, for an embedding")
+            raise DataError(f"{name} has dtype {dtype_name(x)}", expected="whole numbers, for an embedding")
         if not self._embedding and not floats:
             raise DataError(
-                f"{name} has dtype {_dtype(x)}",
+                f"{name} has dtype {dtype_name(x)}",
                 expected="floats to compute with",
                 fix=f"use {name}.astype('float32'), for pixels divided by 255",
             )
@@ -306,9 +354,9 @@ class Network:
             self._build(x)
         elif x.dtype != self._sample.dtype:
             raise DataError(
-                f"{name} has dtype {_dtype(x)}",
-                expected=f"{_dtype(self._sample)}, as the first batch had",
-                fix=f"use {name}.astype('{_dtype(self._sample)}')",
+                f"{name} has dtype {dtype_name(x)}",
+                expected=f"{dtype_name(self._sample)}, as the first batch had",
+                fix=f"use {name}.astype('{dtype_name(self._sample)}')",
             )
         self._outputs = shape_after(self.chain, x.shape[1:])
         if self._embedding is not None:
@@ -355,7 +403,3 @@ def _minibatches(size: int, *arrays: Array) -> Iterator[tuple[Array, ...]]:
     samples = arrays[0].shape[0]
     for first in range(0, samples, size):
         yield tuple(array[first : min(first + size, samples), ...] for array in arrays)
-
-
-def _dtype(array: Array) -> str:
-    return str(array.dtype).rpartition(".")[2]

@@ -6,17 +6,31 @@ Sequences are (n, t, i): n samples of t steps of i numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from array_api_compat import array_namespace
 
 from hotloop.arrays.activations import sigmoid
 from hotloop.arrays.backend import Array, ArrayFactory, Shape
 from hotloop.arrays.layer import Layer, ShapeMismatch, check_integers
 
+States = tuple[Array, ...]
+"""(h,) or (h, c), each (n, u)."""
+
+Back = Callable[..., tuple[Array, States]]
+"""Returns da_t of dh_t (and dc_t), and the derivative of the loss with respect to c_(t-1), if there is a c."""
+
 
 class _Recurrent(Layer):
-    """Weights and shapes of all recurrent layers; a step computes `gates` vectors of u numbers."""
+    """All recurrent layers: a step computes `gates` vectors of u numbers, and passes on `states`."""
 
     gates: int
+    states = 1
+
+    @staticmethod
+    def step(a: Array, *cells: Array) -> tuple[States, Back]:
+        """Returns the states of a_t, from c_(t-1) if there is a c, and the backward of the step."""
+        raise NotImplementedError
 
     def __init__(self, units: int, last: bool = False) -> None:
         super().__init__()
@@ -38,44 +52,37 @@ class _Recurrent(Layer):
             "bias_hh": make.uniform((rows,), bound),
         }
 
-    def _from_input(self, x: Array) -> Array:
-        """Returns the input's part of all activations, with both biases: (n, t, g·u)."""
-        return x @ self.weights["weight_ih"].T + (self.weights["bias_ih"] + self.weights["bias_hh"])
-
-    def _outputs(self, states: list[Array]) -> Array:
-        """Returns Y: the state after each step, or the last state."""
-        return states[-1] if self.last else array_namespace(states[-1]).stack(states[1:], axis=1)
-
-    def _output_gradient(self, dy: Array, step: int) -> Array:
-        """Returns the loss's derivative with respect to the state after a step."""
-        if self.last:
-            return dy if step == self._x.shape[1] - 1 else 0.0 * dy
-        return dy[:, step, :]
-
-    def _collect(self, da: Array) -> Array:
-        """Returns dX of dA (n, t, g·u), the activations' derivative, and fills `gradients`."""
-        xp, rows = array_namespace(da), da.shape[-1]
-        before = xp.stack(self._states[:-1], axis=1)
-        flat = xp.reshape(da, (-1, rows))
-        self.gradients["weight_ih"] = flat.T @ xp.reshape(self._x, (-1, self._x.shape[2]))
-        self.gradients["weight_hh"] = flat.T @ xp.reshape(before, (-1, self.units))
-        bias = xp.sum(flat, axis=0)
-        self.gradients["bias_ih"], self.gradients["bias_hh"] = (
-            bias,
-            xp.asarray(bias, copy=True),
-        )  # clipping changes each in place
-        return da @ self.weights["weight_ih"]
-
-    _x: Array
-    _states: list[Array]
-
-    def _begin(self, x: Array) -> Array:
-        """Stores X and returns h_0: zeros."""
-        xp = array_namespace(x)
-        self._x = x
+    def forward(self, x: Array, training: bool = False) -> Array:
+        xp, self._x = array_namespace(x), x
         zeros = xp.zeros((x.shape[0], self.units), dtype=x.dtype, device=x.device)
-        self._states = [zeros]
-        return zeros
+        state, self._outputs = (zeros,) * self.states, [zeros]
+        self._backs: list[Back] = []
+        given = x @ self.weights["weight_ih"].T + (self.weights["bias_ih"] + self.weights["bias_hh"])
+        for step in range(x.shape[1]):
+            state, back = self.step(given[:, step, :] + state[0] @ self.weights["weight_hh"].T, *state[1:])
+            self._outputs.append(state[0])
+            self._backs.append(back)
+        return state[0] if self.last else xp.stack(self._outputs[1:], axis=1)
+
+    def backward(self, dy: Array) -> Array:
+        xp, steps = array_namespace(dy), len(self._backs)
+        grads: States = (0.0,) * self.states
+        das = []
+        for step in reversed(range(steps)):
+            dh = dy[:, step, :] if not self.last else dy if step == steps - 1 else 0.0 * dy
+            da, cells = self._backs[step](dh + grads[0], *grads[1:])
+            grads = (da @ self.weights["weight_hh"], *cells)
+            das.append(da)
+        da = xp.stack(das[::-1], axis=1)
+        flat, before = xp.reshape(da, (-1, da.shape[-1])), xp.stack(self._outputs[:-1], axis=1)
+        bias = xp.sum(flat, axis=0)
+        self.gradients = {
+            "weight_ih": flat.T @ xp.reshape(self._x, (-1, self._x.shape[2])),
+            "weight_hh": flat.T @ xp.reshape(before, (-1, self.units)),
+            "bias_ih": bias,
+            "bias_hh": xp.asarray(bias, copy=True),  # clipping changes each in place
+        }
+        return da @ self.weights["weight_ih"]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.units})"
@@ -98,24 +105,10 @@ class RNN(_Recurrent):
 
     gates = 1
 
-    def forward(self, x: Array, training: bool = False) -> Array:
-        xp, h = array_namespace(x), self._begin(x)
-        given = self._from_input(x)
-        for step in range(x.shape[1]):
-            h = xp.tanh(given[:, step, :] + h @ self.weights["weight_hh"].T)
-            self._states.append(h)
-        return self._outputs(self._states)
-
-    def backward(self, dy: Array) -> Array:
-        xp, steps = array_namespace(dy), self._x.shape[1]
-        following = 0.0
-        das = []
-        for step in reversed(range(steps)):
-            h = self._states[step + 1]
-            da = (self._output_gradient(dy, step) + following) * (1 - h * h)
-            following = da @ self.weights["weight_hh"]
-            das.append(da)
-        return self._collect(xp.stack(das[::-1], axis=1))
+    @staticmethod
+    def step(a: Array, *cells: Array) -> tuple[States, Back]:
+        h = array_namespace(a).tanh(a)
+        return (h,), lambda dh: (dh * (1 - h * h), ())
 
 
 class LSTM(_Recurrent):
@@ -136,33 +129,19 @@ class LSTM(_Recurrent):
     """
 
     gates = 4
+    states = 2
 
-    def forward(self, x: Array, training: bool = False) -> Array:
-        xp, h = array_namespace(x), self._begin(x)
-        c = h
-        self._steps: list[tuple[Array, ...]] = []
-        given, u = self._from_input(x), self.units
-        for step in range(x.shape[1]):
-            a = given[:, step, :] + h @ self.weights["weight_hh"].T
-            i, f, o = (sigmoid(a[:, gate * u : (gate + 1) * u]) for gate in (0, 1, 3))
-            g = xp.tanh(a[:, 2 * u : 3 * u])
-            before, c = c, f * c + i * g
-            tanh_c = xp.tanh(c)
-            h = o * tanh_c
-            self._steps.append((i, f, g, o, before, tanh_c))
-            self._states.append(h)
-        return self._outputs(self._states)
+    @staticmethod
+    def step(a: Array, *cells: Array) -> tuple[States, Back]:
+        xp, u, (before,) = array_namespace(a), a.shape[1] // 4, cells
+        i, f, o = (sigmoid(a[:, gate * u : (gate + 1) * u]) for gate in (0, 1, 3))
+        g = xp.tanh(a[:, 2 * u : 3 * u])
+        c = f * before + i * g
+        tanh_c = xp.tanh(c)
 
-    def backward(self, dy: Array) -> Array:
-        xp = array_namespace(dy)
-        following = dc_following = 0.0
-        das = []
-        for step in reversed(range(len(self._steps))):
-            i, f, g, o, before, tanh_c = self._steps[step]
-            dh = self._output_gradient(dy, step) + following
-            dc = dh * o * (1 - tanh_c * tanh_c) + dc_following
+        def back(dh: Array, dc: Array) -> tuple[Array, States]:
+            dc = dh * o * (1 - tanh_c * tanh_c) + dc
             da = [dc * g * i * (1 - i), dc * before * f * (1 - f), dc * i * (1 - g * g), dh * tanh_c * o * (1 - o)]
-            das.append(xp.concat(da, axis=1))
-            following = das[-1] @ self.weights["weight_hh"]
-            dc_following = dc * f
-        return self._collect(xp.stack(das[::-1], axis=1))
+            return xp.concat(da, axis=1), (dc * f,)
+
+        return (o * tanh_c, c), back

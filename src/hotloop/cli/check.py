@@ -31,7 +31,7 @@ def check(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="Plan to check: auto, baseline, arrays or a TOML file.",
+            help="Plan to check: auto, baseline or a TOML file.",
             show_default="the default of hotloop train",
         ),
     ] = None,

@@ -27,7 +27,7 @@ from rich.console import RenderableType
 
 from hotloop.core.processes import LAUNCHER, Terminated, end_with_parent, raise_on_signals
 from hotloop.core.terminal import Terminal
-from hotloop.errors import DiskError, HotloopError, shorten, translate_worker_death
+from hotloop.errors import REMOVED, DiskError, HotloopError, shorten, translate_worker_death
 
 if TYPE_CHECKING:
     from hotloop.plan import Plan
@@ -177,6 +177,8 @@ def _open_streams() -> None:
 def _usage(error: Any) -> str:
     message = error.format_message().removeprefix("Invalid value: ").rstrip(".")
     command = error.ctx.command_path if error.ctx is not None else "hotloop"
+    if instead := REMOVED.get(f"{command} {getattr(error, 'option_name', '')}"):
+        return f"{error.option_name} was removed: {instead}. See: {command} --help"
     stop = "" if message.endswith("?") else "."
     takes_arguments = error.ctx is not None and any(one.name == "arguments" for one in error.ctx.command.params)
     hint = " Put the script's own options after --." if takes_arguments and hasattr(error, "option_name") else ""

@@ -50,7 +50,7 @@ def profile(
     ] = None,
     plan: Annotated[
         str | None,
-        typer.Option(help="Plan of a Task: auto, baseline, arrays or a TOML file.", show_default="baseline"),
+        typer.Option(help="Plan of a Task: auto, baseline or a TOML file.", show_default="baseline"),
     ] = None,
     settings: SetOption = None,
     device: DeviceOption = None,

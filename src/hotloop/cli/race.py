@@ -32,7 +32,7 @@ def race(
     plans: Annotated[
         str | None,
         typer.Option(
-            help="baseline, auto, arrays and TOML files, separated by commas.",
+            help="baseline, auto and TOML files, separated by commas.",
             show_default="baseline,auto; with --devices: baseline",
         ),
     ] = None,

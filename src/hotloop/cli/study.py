@@ -71,15 +71,8 @@ def study(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="auto (the fastest proven plan of each shape of network), baseline, arrays or a TOML file.",
+            help="auto (the fastest proven plan of each shape of network), baseline or a TOML file.",
             show_default="the rules' plan",
-        ),
-    ] = None,
-    pack: Annotated[
-        str | None,
-        typer.Option(
-            help="none, auto or a number: so many trials of one shape train together in one program.",
-            show_default="none",
         ),
     ] = None,
     settings: SetOption = None,
@@ -136,7 +129,7 @@ def study(
     searched = {
         "--space": space, "--trials": trials, "--sampler": sampler, "--prune": prune, "--jobs": jobs,
         "--jobs-on": None if jobs_on == "processes" else jobs_on, "--round": round_size, "--seed": seed,
-        "--repeats": repeats, "--require": require, "--time-limit": time_limit, "--plan": plan, "--pack": pack,
+        "--repeats": repeats, "--require": require, "--time-limit": time_limit, "--plan": plan,
         "--study": folder, "--param": param if continued is not None else None,
         "--set": axes if continued is not None else None,
     }  # fmt: skip
@@ -148,7 +141,7 @@ def study(
         return
 
     from hotloop.hyperparameters.space import parse_options, read_space
-    from hotloop.hyperparameters.trial_processes import TrialProcesses
+    from hotloop.hyperparameters.trial_processes import TaskSource, TrialProcesses
 
     given = {**(read_space(space) if space else {}), **parse_options(param or [])}
     with stdout_for(as_json), TrialProcesses() as processes:  # the processes import torch while this one imports Optuna
@@ -156,7 +149,7 @@ def study(
         from hotloop.report.study import no_winner_line, study_lines, study_table
 
         options = studies.StudyOptions(
-            trials, sampler, prune, round_size, jobs, seed, repeats, require, time_limit, plan, axes, jobs_on, pack
+            trials, sampler, prune, round_size, jobs, seed, repeats, require, time_limit, plan, axes, jobs_on
         )
         if resume is not None and continued is not None:
             result = studies.continue_trial(resume, continued, None, processes, say, trust=trust)
@@ -164,7 +157,7 @@ def study(
             result = studies.resume_study(resume, given, options, None, processes, say, trust=trust)
         else:
             assert task is not None
-            result = studies.start_study(studies.TaskSource.from_value(task), given, options, folder, processes, say)
+            result = studies.start_study(TaskSource.from_value(task), given, options, folder, processes, say)
     print_result(as_json, result.model_dump(), lambda: study_table(result))
     for line in [] if as_json else study_lines(result):
         say(line)
@@ -181,8 +174,8 @@ def _find(what: str, task: str, param: list[str], axes: dict[str, str], as_json:
 
     space = parse_options(param)
 
-    from hotloop.hyperparameters.finders.find import find
-    from hotloop.hyperparameters.study_options import TaskSource
+    from hotloop.hyperparameters.finders import find
+    from hotloop.hyperparameters.trial_processes import TaskSource
     from hotloop.report.learning_curves import learning_rate_lines
 
     page = Path(f"{Path(split_reference(task)[0]).stem}-lr.html")

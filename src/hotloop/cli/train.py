@@ -56,7 +56,7 @@ def train(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="Plan of the training: auto, baseline (eager), arrays, a TOML file, or replay:RUN.",
+            help="Plan of the training: auto, baseline (eager), a TOML file, or replay:RUN.",
             show_default="a stored plan or the rules', with --set the baseline, or the run's own",
         ),
     ] = None,

@@ -42,9 +42,6 @@ _PATTERNS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"--study\b", "folder="),
     (r"--require\b", "constraints="),
     (r"--continue (-?\d+)", r"continue_trial(\1)"),
-    (r"--pack (-?\d+)", r"pack=\1"),
-    (r"--pack (\w+)", r"pack='\1'"),
-    (r"--pack\b", "pack="),
     (r"--jobs-on (\w+)", r"jobs_on='\1'"),
 ]
 _NAMES = "trials|sampler|jobs|repeats|seed|chips|gpus|batch-sizes|deadline|budget|prices|precision|carbon|rank-timeout|run|out|epochs|device|devices|plan|plans|weights|steps|inputs|trace|stop-after|time-limit|checkpoint-every|batch-size"

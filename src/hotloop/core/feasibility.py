@@ -181,7 +181,6 @@ _IN_STEP = ("data", "sharded", "towers", "local", *JOINT_MODES)
 """Modes in which all ranks process the batches together."""
 
 _SINGLE_RANK_AXES = {
-    "engine": "ranks share what autograd computes",
     "compile": "compiled steps on several ranks are untested",
     "graphs": "graphs of a step that ranks share are untested",
     "accumulation": "the ranks cut each batch into parts already",
@@ -270,7 +269,6 @@ def _check_stages(case: FeasibilityInput) -> Iterator[Violation]:
 
 
 _UPDATE_AXES = {
-    "engine": "workers compute gradients by autograd",
     "compile": "a worker computes the gradient and the server the update, and a compiled step contains both",
     "graphs": "a worker computes the gradient and the server the update, and a graph contains both",
     "residency": "workers read their batches themselves",
@@ -352,7 +350,7 @@ def _alternatives(hardware: Hardware) -> dict[str, tuple[Any, ...]]:
     kinds = {device.kind for device in hardware.devices}
     named = {
         axis: get_args(Plan.model_fields[axis].annotation)
-        for axis in ("engine", "precision", "layout", "residency", "compile", "optimizer", "allocator", "cudnn")
+        for axis in ("precision", "layout", "residency", "compile", "optimizer", "allocator", "cudnn")
     }
     missing = tuple(kind for kind in ("cuda", "mps", "xpu") if kind not in kinds)
     return {"device": missing, **named, "rewrites": ("all",), "graphs": ("step", 8), "accumulation": (2,)}
@@ -387,41 +385,10 @@ def _check_core_count(case: FeasibilityInput) -> Iterator[Violation]:
             )
 
 
-# --- engine
-
-
-_OF_TORCH = {
-    "precision": "array operations compute in the model's own numbers",
-    "layout": "the layers of hotloop.arrays know one order of dimensions",
-    "compile": "only torch's operations can be compiled",
-    "rewrites": "only a captured step can be rewritten",
-    "graphs": "only torch's operations can be recorded",
-    "optimizer": "array operations compute the update",
-    "accumulation": "array operations compute whole batches",
-    "threads": "the axis sets torch's threads, and NumPy has its own",
-    "cudnn": "array operations don't call cuDNN",
-}
-"""Reasons against axes with the arrays engine."""
-
-
-def _check_arrays_engine(case: FeasibilityInput) -> Iterator[Violation]:
-    plan, device = case.plan, case.device
-    if plan.engine != "arrays":
-        return
-    yield from axis_violations(plan, _OF_TORCH, "engine", "engine=eager", "fp32")  # fp32 are the model's own numbers
-    if device.kind not in ("cpu", "cuda"):
-        reason = f"arrays are NumPy's or CuPy's, and neither computes on {device.name}"
-        yield Violation(("engine", "device"), reason, "use --device cpu, or engine=eager")
-    if case.facts.closure:
-        reason = f"{case.facts.optimizer} calls the loss itself, any number of times"
-        yield Violation(("engine",), reason, "use engine=eager")
-
-
 # --- placement
 
 
 _IN_ONE_PLACE = {
-    "engine": "array operations are on one device",
     "compile": "a compiled step runs on one device",
     "graphs": "a recorded step runs on one device",
     "parallel": "a rank has one device",
@@ -452,7 +419,7 @@ def _check_placement(case: FeasibilityInput) -> Iterator[Violation]:
 # --- several optimizers
 
 
-_IN_ONE_UPDATE = ("engine", "compile", "rewrites", "graphs", "accumulation", "parallel")
+_IN_ONE_UPDATE = ("compile", "rewrites", "graphs", "accumulation", "parallel")
 """Axes whose steps compute all gradients before a single update."""
 
 
@@ -574,7 +541,6 @@ RULES: tuple[Rule, ...] = (
     _check_updates,
     _check_stages,
     _check_asynchronous,
-    _check_arrays_engine,
     _check_placement,
     _check_alternating_updates,
     _check_arithmetic,

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hotloop.errors import PlanError, did_you_mean, shorten, type_name
+from hotloop.errors import REMOVED, PlanError, did_you_mean, shorten, type_name
 from hotloop.plan import Plan, axes_dropped_with
 
-AUTO, BASELINE, ARRAYS = "auto", "baseline", "arrays"
+AUTO, BASELINE = "auto", "baseline"
 
-EXPECTED_PLAN = f"{AUTO}, {BASELINE}, {ARRAYS}, or a TOML file"
+EXPECTED_PLAN = f"{AUTO}, {BASELINE}, or a TOML file"
 
 _REPLAY = "replay:"
 
@@ -60,7 +60,7 @@ class PlanRequest:
 
     @classmethod
     def from_value(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> PlanRequest:
-        """Returns the request for a Plan, `auto`, `baseline`, `arrays`, a TOML file, or None for the baseline.
+        """Returns the request for a Plan, `auto`, `baseline`, a TOML file, or None for the baseline.
 
         Args:
             axes: values that override the plan's. Text, as from a command line, is parsed as the axis's type; `none` is
@@ -75,14 +75,12 @@ class PlanRequest:
             plan = given
         elif given in (None, AUTO, BASELINE):
             plan = Plan()
-        elif given == ARRAYS:
-            plan = Plan(engine="arrays")
         elif isinstance(given, str | Path):
             plan = _read_plan(Path(given))
         else:
             raise PlanError(
                 f"the plan is {type_name(given)}",
-                expected="a hotloop.Plan, 'auto', 'baseline', 'arrays', or the path of a TOML file",
+                expected="a hotloop.Plan, 'auto', 'baseline', or the path of a TOML file",
                 fix="write hotloop.Plan(optimizer='fused') for single axes",
             )
         dropped = axes_dropped_with(plan.parallel, overrides.get("parallel", plan.parallel))
@@ -126,7 +124,9 @@ def _read_plan(path: Path) -> Plan:
     except OSError:  # the name is too long
         is_file = False
     if not is_file:
-        near = did_you_mean(str(path), (AUTO, BASELINE, ARRAYS))
+        if instead := REMOVED.get(f"plan={path}"):
+            raise PlanError(f"the plan {shorten(str(path))} was removed", fix=instead)
+        near = did_you_mean(str(path), (AUTO, BASELINE))
         fix = f"check the spelling and the path{f': {near}' if near else ''}"
         raise PlanError(f"no plan at {shorten(str(path))}", expected=EXPECTED_PLAN, fix=fix)
     return Plan.read(path)

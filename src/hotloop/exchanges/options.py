@@ -24,7 +24,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-from hotloop.core.hardware.machine import active_allocator
+from hotloop.core.hardware.limits import active_allocator
 from hotloop.exchanges.part import Part
 from hotloop.exchanges.races import PairedTimes, TimedStep, WindowPairs
 from hotloop.lowering.transforms.allocator import keep_freed_memory, leave_freed_memory

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from hotloop.exchanges.races import Seconds, TimedStep, WindowPairs, read_clocks
-from hotloop.profiler.base.step_detection import Finder, TrainingEvent, is_end
+from hotloop.profiler.base.steps import Finder, TrainingEvent, is_end
 from hotloop.profiler.base.transparency import hide_from_compiler
 
 _UNTIMED_UPDATES = 16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,47 +17,41 @@ from hotloop.explainer.recorder import TorchCall
 ROUNDING = 1e-9
 """Tolerance relative to the numbers in an equation: float64 has 2e-16, and sums over a batch add many errors."""
 
+_FLOAT_BYTES = 4
+"""Bytes of a number in training."""
+
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class CheckedLayer:
-    """A layer, and the float64 gradients of its parameters by the equations, by parameter name."""
-
-    layer: LayerExplanation
-    gradients: dict[str, Tensor]
-
-
-def check_call(recorded: TorchCall, formula: Formula, bytes_of: Callable[[int], int]) -> CheckedLayer:
+def check_call(recorded: TorchCall, formula: Formula) -> tuple[LayerExplanation, dict[str, Tensor]]:
     """Computes the equations of a call on its inputs and its output gradient, and compares the results.
 
-    Args:
-        bytes_of: returns the bytes of a floating-point tensor in training, by its number of elements.
+    Returns:
+        The layer, and the float64 gradients of its parameters by the equations, by parameter name.
     """
     layer = layer_without_equations(recorded)
     if recorded.is_overwritten:
-        return _name_parameters(layer, "not explained: an input was overwritten later")
+        return _not_explained(layer, "an input was overwritten later")
     # Without a gradient of the output, the check uses ones.
     call, leaves = _to_float64(recorded)
     try:
         equations = formula(call)
     except NotCovered as reason:
-        return _name_parameters(layer, f"not explained: {reason}")
+        return _not_explained(layer, str(reason))
     flows = bool(recorded.gradients)
     wanted = {name for name, value in equations.operands.items() if value.requires_grad}
     expected = _autograd_gradients(call, equations, wanted)
     scale = _largest([*leaves, *call.gradients])
-    forward = [
-        _equation(term, call.outputs[0] if term.result == "Z" else None, scale, bytes_of) for term in equations.forward
-    ]
+    forward = [_equation(term, call.outputs[0] if term.result == "Z" else None, scale) for term in equations.forward]
     backward = []
     gradients: dict[str, Tensor] = {}
     for term in equations.backward if flows else []:
         name = term.result.removeprefix("d")
         if name in equations.operands and name not in wanted:
             continue
-        value = term.value().detach()
-        backward.append(_equation(term, expected.get(name), scale, bytes_of, value))
+        with torch.no_grad():
+            value = term.value().detach()
+        backward.append(_equation(term, expected.get(name), scale, value))
         parameter = (
             recorded.parameters[_occurrence(leaves, equations.operands.get(name))] if name in equations.operands else ""
         )
@@ -69,7 +62,7 @@ def check_call(recorded: TorchCall, formula: Formula, bytes_of: Callable[[int], 
     matrices = [_matrix(name, value, recorded, leaves) for name, value in equations.operands.items()]
     matrices.append(MatrixRecord(name="Z", shape=list(call.outputs[0].shape)))
     changes = {"matrices": matrices, "forward": forward, "backward": backward, "notes": notes, "known": True}
-    return CheckedLayer(layer.model_copy(update=changes), gradients)
+    return layer.model_copy(update=changes), gradients
 
 
 def layer_without_equations(recorded: TorchCall) -> LayerExplanation:
@@ -93,8 +86,8 @@ def layer_without_equations(recorded: TorchCall) -> LayerExplanation:
     )
 
 
-def _name_parameters(layer: LayerExplanation, reason: str) -> CheckedLayer:
-    return CheckedLayer(layer.model_copy(update={"notes": [*layer.notes, reason]}), {})
+def _not_explained(layer: LayerExplanation, reason: str) -> tuple[LayerExplanation, dict[str, Tensor]]:
+    return layer.model_copy(update={"notes": [*layer.notes, f"not explained: {reason}"]}), {}
 
 
 def _to_float64(recorded: TorchCall) -> tuple[FunctionCall, list[Tensor]]:
@@ -162,13 +155,11 @@ def _autograd_gradients(call: FunctionCall, equations: LayerEquations, wanted: s
     return {name: value.to_dense() if value.is_sparse else value for name, value in zip(names, found, strict=True)}
 
 
-def _equation(
-    term: EquationTerm, truth: Tensor | None, scale: float, bytes_of: Callable[[int], int], value: Tensor | None = None
-) -> Equation:
+def _equation(term: EquationTerm, truth: Tensor | None, scale: float, value: Tensor | None = None) -> Equation:
     with torch.no_grad():
         value = term.value() if value is None else value
         touched = [*term.reads, value] if term.reads else []
-        bytes_ = sum(bytes_of(x.numel()) if x.is_floating_point() else x.nbytes for x in touched)
+        bytes_ = sum(_FLOAT_BYTES * x.numel() if x.is_floating_point() else x.nbytes for x in touched)
         equation = Equation(result=term.result, text=term.text, shape=list(value.shape), flops=term.flops, bytes=bytes_)
         if truth is None:
             return equation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,6 @@ from hotloop.errors import TaskError, call_user_code
 from hotloop.explainer.autograd_check import check_call, layer_without_equations
 from hotloop.explainer.layers import (
     activations,
-    attention,
     convolution,
     linear,
     losses,
@@ -64,12 +63,6 @@ _OPERATION_EQUATIONS: dict[str, type[Any]] = {
 """Classes with the same equations, by the name of the torch function."""
 
 
-def arrays_equations(layers: Iterable[LayerExplanation]) -> dict[str, str]:
-    """Returns the equations of the `hotloop.arrays` classes that compute the same as some of the layers."""
-    used = [_OPERATION_EQUATIONS[one.operation] for one in layers if one.operation in _OPERATION_EQUATIONS]
-    return {one.__name__: docstring_equations(one) for one in used}
-
-
 def docstring_equations(layer: type[Any]) -> str:
     """Returns the equations in a class's docstring: the block from `forward` on, else the first paragraph."""
     text = inspect.cleandoc(layer.__doc__ or "").splitlines()
@@ -86,7 +79,6 @@ FORMULAS: Mapping[str, Formula] = MappingProxyType(
         **convolution.FORMULAS,
         **pooling.FORMULAS,
         **normalization.FORMULAS,
-        **attention.FORMULAS,
         **recurrent.FORMULAS,
         **losses.FORMULAS,
     }
@@ -145,6 +137,7 @@ def _explain_call(task: Task, batch: Any, model: nn.Module, recorder: TorchCallR
     largest = max((_largest(value.grad) for value in trained.values() if value.grad is not None), default=0.0)
     unlike = [name for name, value in trained.items() if not _is_consistent(value.grad, summed.get(name), largest)]
     equations = [(layer, item) for layer in layers for item in layer.equations]
+    used = [_OPERATION_EQUATIONS[one.operation] for one in layers if one.operation in _OPERATION_EQUATIONS]
     return Explanation(
         task=task.name,
         batch=["x".join(map(str, tensor.shape)) for tensor in tree_tensors(batch)],
@@ -155,7 +148,7 @@ def _explain_call(task: Task, batch: Any, model: nn.Module, recorder: TorchCallR
         gradients=(len(trained) - len(unlike), len(trained)),
         unexplained=unlike,
         example=linear_example(),
-        written=arrays_equations(layers),
+        written={one.__name__: docstring_equations(one) for one in used},
         **_worst_equation(layers),
     )
 
@@ -178,8 +171,7 @@ def _explain_layer(recorded: TorchCall | UnrecordedNode) -> tuple[LayerExplanati
     formula = FORMULAS.get(recorded.name)
     if formula is None:
         return layer_without_equations(recorded), {}
-    checked = check_call(recorded, formula, lambda numbers: 4 * numbers)
-    return checked.layer, checked.gradients
+    return check_call(recorded, formula)
 
 
 def _largest(gradient: Tensor) -> float:

@@ -1,19 +1,21 @@
-"""The result of a study: trials, winner, importance of the parameters, and the line that repeats the winner."""
+"""The result of a study: the figures of its trials, the winner, importance of the parameters, and the line that repeats the winner."""
 
 from __future__ import annotations
 
+import math
+import re
 import shlex
-from collections.abc import Mapping
-from pathlib import Path
+import statistics
+from collections.abc import Mapping, Sequence
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from hotloop.core.records.study import StudyRecord, StudyResult, TrialRecord, Value
+from hotloop.core.records.study import StudyRecord, StudyResult, TrialProgress, TrialRecord, Value
 from hotloop.core.records.study import TrialState as StateName
+from hotloop.errors import StudyError
 from hotloop.hyperparameters.space import all_params, as_text
 from hotloop.hyperparameters.study_folder import StudyFolder
-from hotloop.hyperparameters.trial_values import best_value, curve, spread
 
 _STATES: dict[TrialState, StateName] = {
     TrialState.COMPLETE: "complete",
@@ -34,7 +36,9 @@ def study_result(folder: StudyFolder, ended: str) -> StudyResult:
     """Returns the result from the study's folder."""
     study = folder.record
     trials = [trial_record(folder, trial) for trial in folder.optuna.get_trials(deepcopy=False)]
-    winner = best_trial(study, trials)
+    ended = [one for one in trials if one.state in ("complete", "continued") and one.feasible and one.value is not None]
+    sign = 1 if study.is_minimized else -1
+    winner = min(ended, key=lambda one: (sign * (one.value or 0.0), one.number), default=None)
     inexact = inexact_reasons(folder, trials)
     return StudyResult(
         study=str(folder.path),
@@ -73,18 +77,8 @@ def trial_record(folder: StudyFolder, trial: FrozenTrial) -> TrialRecord:
         error=next((run.error for run in runs if run.error), ""),
         runs=[str(path) for repeat in range(study.repeats) if (path := folder.run_path(number, repeat)).is_dir()],
         curve=values,
-        packed=sorted({other for run in runs for other in run.packed}),
-        proof=next((run.proof for run in runs if run.proof), ""),
-        alone=next((run.alone for run in runs if run.alone), ""),
         feasible=all(excess <= 0 for excess in trial.constraints.values()),
     )
-
-
-def best_trial(study: StudyRecord, trials: list[TrialRecord]) -> TrialRecord | None:
-    """Returns the first of the trials with the best value among those that are complete and meet the constraints."""
-    ended = [one for one in trials if one.state in ("complete", "continued") and one.feasible and one.value is not None]
-    sign = 1 if study.is_minimized else -1
-    return min(ended, key=lambda one: (sign * (one.value or 0.0), one.number), default=None)
 
 
 def inexact_reasons(folder: StudyFolder, trials: list[TrialRecord]) -> list[str]:
@@ -131,9 +125,56 @@ def _python_line(study: StudyRecord, params: Mapping[str, Value], plan: str) -> 
     return f"hotloop.fit({task}, plan={plan!r})"
 
 
-def link_winner(folder: StudyFolder, result: StudyResult) -> Path | None:
-    """Makes `best` a link to the winner's first run; returns the link."""
-    if result.winner is None:
-        return None
-    folder.link_best(folder.run_path(result.winner.number))
-    return folder.path / "best"
+# --- the figures of a trial from its runs
+
+_UNITS = {"": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_CONSTRAINT = re.compile(r"(memory|step_ms)\s*<=?\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([kmgt]?b?)", re.IGNORECASE)
+
+
+def curve(runs: Sequence[TrialProgress]) -> list[float]:
+    """Returns the mean over the runs of each epoch that all runs have completed."""
+    return [statistics.fmean(values) for values in zip(*(run.values for run in runs), strict=False)]
+
+
+def best_value(study: StudyRecord, runs: Sequence[TrialProgress]) -> float:
+    """Returns the mean over the runs of their best epochs."""
+    return statistics.fmean(_best_values(study, runs))
+
+
+def spread(study: StudyRecord, runs: Sequence[TrialProgress]) -> float | None:
+    """Returns the standard deviation over the runs; None for a single run."""
+    return statistics.stdev(_best_values(study, runs)) if len(runs) > 1 else None
+
+
+def _best_values(study: StudyRecord, runs: Sequence[TrialProgress]) -> list[float]:
+    better = min if study.is_minimized else max
+    return [better(filter(math.isfinite, run.values)) for run in runs]
+
+
+def check_constraints(texts: Sequence[str]) -> list[str]:
+    """Returns the constraints.
+
+    Raises:
+        StudyError: a constraint has another form.
+    """
+    for text in texts:
+        _parse_constraint(text)
+    return list(texts)
+
+
+def violations(constraints: Sequence[str], runs: Sequence[TrialProgress]) -> dict[str, float]:
+    """Returns by how much a trial exceeds each limit; 0 or less for a limit that is met."""
+    found = {}
+    for text in constraints:
+        name, limit = _parse_constraint(text)
+        measured = [run.memory_bytes if name == "memory" else run.step_ms for run in runs]
+        found[text] = max((float(value) for value in measured if value is not None), default=0.0) - limit
+    return found
+
+
+def _parse_constraint(text: str) -> tuple[str, float]:
+    match = _CONSTRAINT.fullmatch(text.strip())
+    unit = match[3].lower() if match else ""
+    if match is None or (match[1].lower() == "step_ms" and unit) or unit not in _UNITS:
+        raise StudyError(f"--require {text!r}", expected="a limit such as 'memory < 4GB' or 'step_ms < 5'")
+    return match[1].lower(), float(match[2]) * _UNITS[unit]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,12 +212,12 @@ def as_text(value: Value) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def check_names(space: Space, arguments: Sequence[str], kinds: Mapping[str, str]) -> Space:
+def check_names(space: Space, arguments: Sequence[str], whole: Collection[str]) -> Space:
     """Returns the space with whole numbers for parameters of that type, in the order of the conditions.
 
     Args:
         arguments: parameters of `task(...)`.
-        kinds: `int` for parameters that take whole numbers.
+        whole: parameters that take whole numbers.
 
     Raises:
         StudyError: an unknown name, or a condition on an unknown or circular name.
@@ -242,7 +242,7 @@ def check_names(space: Space, arguments: Sequence[str], kinds: Mapping[str, str]
         if not ready:
             raise StudyError(f"{next(iter(waiting.values())).place}: the conditions are circular")
         ordered |= {name: waiting.pop(name) for name in ready}
-    return {name: _with_kind(name, parameter, kinds) for name, parameter in ordered.items()}
+    return {name: _with_kind(name, parameter, name in whole) for name, parameter in ordered.items()}
 
 
 def check_same_space(given: Space, own: Space) -> None:
@@ -271,8 +271,8 @@ def _check_task_field(name: str, parameter: ParameterRecord) -> None:
             raise StudyError(f"{parameter.place}: {name} is {value!r}", expected=f"whole numbers from {least} on")
 
 
-def _with_kind(name: str, parameter: ParameterRecord, kinds: Mapping[str, str]) -> ParameterRecord:
-    if kinds.get(name) != "int" or parameter.low is None or parameter.is_int:
+def _with_kind(name: str, parameter: ParameterRecord, is_whole: bool) -> ParameterRecord:
+    if not is_whole or parameter.low is None or parameter.is_int:
         return parameter
     assert parameter.high is not None
     if all(number.is_integer() for number in (parameter.low, parameter.high, parameter.step or 1.0)):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,16 +14,16 @@ from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.files.source_files import split_reference
 from hotloop.core.files.trust import require_trust, store_trust
 from hotloop.core.plan_request import PlanRequest
-from hotloop.core.records.study import StudyRecord, StudyResult, TrialRecord
+from hotloop.core.records.study import StudyResult, TrialRecord
 from hotloop.core.reporter import Say
 from hotloop.core.terminal import Terminal
 from hotloop.errors import HotloopError, StudyError
 from hotloop.hyperparameters import samplers
-from hotloop.hyperparameters.results import CHANGES, link_winner, study_result
-from hotloop.hyperparameters.space import Space, check_names, check_same_space, largest, parse_space
-from hotloop.hyperparameters.study_folder import StudyFolder, make_folder, new_folder, translate_storage_errors
-from hotloop.hyperparameters.study_options import PLAN_FILE, RAY, StudyOptions, TaskSource
-from hotloop.hyperparameters.trial_processes import TrialProcesses, Workers
+from hotloop.hyperparameters.results import CHANGES, study_result
+from hotloop.hyperparameters.space import Space, check_same_space, parse_space
+from hotloop.hyperparameters.study_folder import StudyFolder, make_folder, new_folder
+from hotloop.hyperparameters.study_options import PLAN_FILE, RAY, StudyOptions
+from hotloop.hyperparameters.trial_processes import TaskSource, TrialProcesses, Workers
 from hotloop.hyperparameters.trial_rounds import FINISHED, Rounds
 from hotloop.plan import Plan
 from hotloop.report.study import study_lines, study_table, write_study
@@ -40,8 +38,6 @@ _ATTEMPTS = 3
 
 _LATE_MODULES = ("optuna.storages._rdb.models", "alembic.command", "sklearn.ensemble")
 """What Optuna imports late, for its storage and for the importance of parameters."""
-
-DEFAULT_TRIALS = 20
 
 
 def start_study(
@@ -84,33 +80,15 @@ def _create(
             make_task=source.make_task,
             space=space,
             device=options.device,
+            settings=options.settings,
         )
     if isinstance(found, HotloopError):
         raise found
     if found is None:
         raise StudyError("the process that loads the Task was killed", expected="enough memory for the Task's data")
     processes.prepare(found.modules, found.reads)
-    space = check_names(space, found.arguments, found.kinds)
-    epochs = largest(space, "epochs", found.epochs)
-    record = StudyRecord(
-        id=uuid.uuid4().hex,
-        name=found.name,
-        created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        source=found.source,
-        space=space,
-        arguments=found.arguments,
-        **options.settings,
-        plan=options.plan_name,
-        axes=dict(options.axes),
-        figure=found.figure,
-        is_minimized=found.is_minimized,
-        epochs=epochs,
-        rungs=samplers.rungs(options.settings["pruner"], epochs),
-        task_epochs=found.epochs,
-        task_seed=found.seed,
-        trials=options.trials or DEFAULT_TRIALS,
-        versions=found.versions,
-    )
+    rungs = samplers.rungs(found.record.pruner, found.record.epochs)
+    record = found.record.model_copy(update={"rungs": rungs})
     samplers.check_settings(record)
     if record.plan == PLAN_FILE:
         write_atomic(path / PLAN_FILE, PlanRequest.from_value(options.plan).plan.to_toml())
@@ -147,8 +125,12 @@ def resume_study(
         check_same_space(space, folder.record.space)
     processes.log = path / "logs"
     with _late_imports():
-        changes = _version_changes(folder, processes)
-    return _run(folder, processes, make_task, options, options.until, changes, say)
+        changes = processes.run(  # a process of trials knows torch's version
+            "hotloop.hyperparameters.trial:version_changes", "task.txt", attempts=_ATTEMPTS, then=folder.record.versions
+        )
+    if isinstance(changes, HotloopError):
+        raise changes
+    return _run(folder, processes, make_task, options, options.until, changes or [], say)
 
 
 def continue_trial(
@@ -157,7 +139,7 @@ def continue_trial(
     """Trains a pruned trial of a study to its end, exactly as if it had not been pruned."""
     folder = _open(path, make_task, say, trust)
     processes.log = path / "logs"
-    with samplers.silence_optuna(), _locked(folder):
+    with samplers.silence_optuna(), folder.locked():
         result = study_result(folder, FINISHED)
         if not 0 <= number < len(result.trials):
             raise StudyError(f"--continue {number}", expected=f"a trial from 0 to {len(result.trials) - 1}")
@@ -181,14 +163,6 @@ def _open(path: Path, make_task: bytes | None, say: Say, trust: bool) -> StudyFo
     return folder
 
 
-def _locked(folder: StudyFolder) -> ExitStack:
-    stack = ExitStack()
-    stack.enter_context(translate_storage_errors(folder.path))
-    folder.lock()
-    stack.callback(folder.unlock)
-    return stack
-
-
 def _run(
     folder: StudyFolder,
     processes: TrialProcesses,
@@ -204,11 +178,11 @@ def _run(
         until: when no further round begins, in seconds by `time.monotonic()`.
         changes: lines on versions that aren't the study's.
     """
-    with _locked(folder), samplers.silence_optuna():
+    with folder.locked(), samplers.silence_optuna():
         study = folder.optuna
         if changes:
             study.set_user_attr(CHANGES, list(dict.fromkeys([*study.user_attrs.get(CHANGES, []), *changes])))
-        trials = options.trials or study.user_attrs.get(_TRIALS, DEFAULT_TRIALS)
+        trials = options.trials or study.user_attrs.get(_TRIALS, folder.record.trials)
         if (limit := samplers.trial_limit(folder.record)) is not None and trials > limit:
             say(f"the grid has {limit} points, so the study has {limit} trials")
             trials = limit
@@ -235,23 +209,13 @@ def _late_imports() -> Iterator[None]:
         list(imports)
 
 
-def _version_changes(folder: StudyFolder, processes: TrialProcesses) -> list[str]:
-    """Returns a line for each version that isn't the study's; a process of trials knows torch's."""
-    found = processes.run(
-        "hotloop.hyperparameters.trial:version_changes", "task.txt", attempts=_ATTEMPTS, then=folder.record.versions
-    )
-    if isinstance(found, HotloopError):
-        raise found
-    return found or []
-
-
 @contextmanager
 def _workers(folder: StudyFolder, processes: TrialProcesses, options: StudyOptions) -> Iterator[tuple[Workers, int]]:
     """Yields what runs the trials, and how many at the same time."""
     if options.jobs_on != RAY:
         yield processes, options.jobs or 1
         return
-    from hotloop.hyperparameters.ray.ray_trials import RayTrials
+    from hotloop.hyperparameters.ray_trials import RayTrials
 
     has_gpu = str(folder.record.axes.get("device", "cpu")).startswith("cuda")
     with RayTrials(processes.log, options.jobs, has_gpu) as workers:
@@ -261,7 +225,8 @@ def _workers(folder: StudyFolder, processes: TrialProcesses, options: StudyOptio
 def _report(folder: StudyFolder, ended: str) -> StudyResult:
     """Returns the result, and writes the winner's link and the page."""
     result = study_result(folder, ended)
-    link_winner(folder, result)
+    if result.winner is not None:
+        folder.link_best(folder.run_path(result.winner.number))
     write_study(folder.path / "study.html", result, folder.optuna)
     return result
 
@@ -338,7 +303,6 @@ def study(
     time_limit: str | None = None,
     plan: Plan | str | Path | None = None,
     device: str | None = None,
-    pack: str | int | None = None,
     progress: bool = True,
 ) -> Study:
     """Searches the hyper-parameters with the best monitored figure; the same seed gives the same trials and winner.
@@ -364,8 +328,6 @@ def study(
         time_limit: a time such as `1h`, after which no further round begins.
         plan: as in `fit`; `auto` finds the fastest proven plan once for each shape of network. Default: the rules' plan.
         device: overrides the plan's.
-        pack: `auto` or a number from 2: so many trials of one shape train together in one program, each proven to
-            compute what the trial computes alone; default `none`.
         progress: print a line for each trial, and the table.
 
     Raises:
@@ -379,7 +341,7 @@ def study(
 
     options = StudyOptions(
         trials, sampler, pruner, round_size, jobs, seed, repeats, constraints, time_limit, plan,
-        {} if device is None else {"device": device}, jobs_on, pack,
+        {} if device is None else {"device": device}, jobs_on,
     )  # fmt: skip
     source = TaskSource.from_value(make_task)
     given, place = parse_space(space or {}), None if folder is None else Path(folder)

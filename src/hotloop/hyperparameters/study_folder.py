@@ -4,7 +4,6 @@ study.json     the settings, stored before the first trial
 study.db       Optuna's storage, which its dashboard opens
 source/        the Task's source files
 records/       the state of each run of a trial
-packs/         which trials train in one program, with the proofs
 trials/        run folders
 best           a link to the winner's run folder
 study.html     the page
@@ -95,21 +94,24 @@ class StudyFolder:
                 fix="put them back, or start a new study",
             )
 
-    def lock(self) -> None:
+    @contextmanager
+    def locked(self) -> Iterator[None]:
         """Locks the folder for this process.
 
         Raises:
-            StudyError: another process works in the folder.
+            DiskError, StudyError: another process works in the folder, or Optuna's storage can't be used.
         """
-        _acquire(self._lock, self.path)
-
-    def unlock(self) -> None:
-        if self._optuna is not None:
-            engine = _engine(self._optuna)
-            _set_journal(engine, "delete")  # one file, which can be read on a read-only disk
-            engine.dispose()
-            self._optuna = None
-        self._lock.release()
+        with translate_storage_errors(self.path):
+            _acquire(self._lock, self.path)
+            try:
+                yield
+            finally:
+                if self._optuna is not None:
+                    engine = _engine(self._optuna)
+                    _set_journal(engine, "delete")  # one file, which can be read on a read-only disk
+                    engine.dispose()
+                    self._optuna = None
+                self._lock.release()
 
     @property
     def optuna(self) -> optuna.Study:
@@ -143,10 +145,9 @@ class StudyFolder:
 
     def store_progress(self, progress: TrialProgress) -> None:
         before = self.progress(progress.number, progress.repeat)
-        kept = {name: getattr(progress, name) or getattr(before, name) for name in ("packed", "proof", "alone")}
         inexact = list(dict.fromkeys([*before.inexact, *progress.inexact]))
         seconds = before.seconds + progress.seconds
-        total = progress.model_copy(update={**kept, "seconds": seconds, "inexact": inexact})
+        total = progress.model_copy(update={"seconds": seconds, "inexact": inexact})
         write_atomic(self._progress_path(progress.number, progress.repeat), total.model_dump_json())
 
     def _progress_path(self, number: int, repeat: int) -> Path:

@@ -1,23 +1,21 @@
-"""The options of a study, and where its Tasks come from."""
+"""The options of a study."""
 
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hotloop.core.files.source_files import file_of_reference, split_reference
 from hotloop.core.format import parse_seconds
-from hotloop.core.plan_request import ARRAYS, AUTO, BASELINE, PlanRequest
+from hotloop.core.plan_request import AUTO, BASELINE, PlanRequest
 from hotloop.core.records.study import RULES_PLAN, StudyRecord
 from hotloop.distributed.ray.cluster import check_installed
-from hotloop.errors import StudyError, type_name
+from hotloop.errors import StudyError
 from hotloop.hyperparameters import samplers
-from hotloop.hyperparameters.trial_values import check_constraints
+from hotloop.hyperparameters.results import check_constraints
 from hotloop.plan import Plan
 
 PLAN_FILE = "plan.toml"
@@ -25,13 +23,13 @@ PLAN_FILE = "plan.toml"
 PROCESSES, RAY = JOBS_ON = ("processes", "ray")
 
 _DEFAULTS: dict[str, Any] = {
+    "trials": 20,
     "sampler": "tpe",
     "pruner": "none",
     "round_size": 8,
     "seed": 0,
     "repeats": 1,
     "constraints": [],
-    "pack": 0,
 }
 _OPTIONS = dict(
     sampler="--sampler",
@@ -55,32 +53,14 @@ def _other_setting_error(given: str, own: str) -> StudyError:
     )
 
 
-_UNPACKED_AXES = ("engine", "compile", "graphs", "layout", "accumulation", "parallel", "precision")
-"""Axes of a plan that a packed step lacks."""
-
-_AUTO_PACK = 8
-"""Trials of a pack with `auto`: the default round; more trials leave the caches of a core."""
-
-
 @dataclass(frozen=True)
 class StudyOptions:
-    """How to search.
+    """How to search; the attributes are arguments of `hotloop.study`.
 
     None stands for the default of a new study, and for the study's own value when an existing study goes on.
 
     Attributes:
-        trials: number of trials.
-        sampler: `tpe`, `cmaes`, `gp`, `grid` or `random`.
-        pruner: `none`, `median`, `hyperband` or `halving`.
-        round_size: trials that are proposed together from the results of earlier rounds; at least `jobs` uses all jobs.
-        jobs: trials that train at the same time, without effect on the result; None for 1, or the cores of Ray's cluster.
-        jobs_on: `processes` of this machine, or `ray` for Ray's machines.
-        repeats: seeds for each trial; the value is the mean.
-        constraints: limits such as `memory < 4GB` and `step_ms < 5`.
-        time_limit: a time such as `1h`, after which no further round begins.
-        plan: `auto`, `baseline`, `arrays`, a TOML file or a Plan; None for the rules' plan.
         axes: plan axes that are set.
-        pack: `none` (default), `auto`, or the largest number of trials that train together in one program.
     """
 
     trials: int | None = None
@@ -95,14 +75,12 @@ class StudyOptions:
     plan: Plan | str | Path | None = None
     axes: Mapping[str, Any] = field(default_factory=dict)
     jobs_on: str = PROCESSES
-    pack: str | int | None = None
 
     def check(self) -> None:
         """Raises HotloopError if an option has no such value."""
         samplers.check_name("--sampler", self.settings["sampler"], samplers.SAMPLERS)
         samplers.check_name("--prune", self.settings["pruner"], samplers.PRUNERS)
         samplers.check_name("--jobs-on", self.jobs_on, JOBS_ON)
-        self._check_pack(self.pack_size or 0)
         if self.jobs_on == RAY:
             check_installed("--jobs-on ray", "--jobs-on processes")
         check_constraints(self.constraints or ())
@@ -116,37 +94,6 @@ class StudyOptions:
             parse_seconds(self.time_limit, "time-limit")
         PlanRequest.from_value(self.plan, self.axes)
 
-    def _check_pack(self, size: int) -> None:
-        """Raises StudyError if packs of a size exclude another option."""
-        if size and self.jobs_on == RAY:
-            raise StudyError(
-                f"--jobs-on ray for a study with --pack {self.pack or size}",
-                expected="--jobs-on processes",
-                fix="train packs on this machine, or start a study without --pack",
-            )
-        clashes = [f"{axis}={self.axes[axis]}" for axis in _UNPACKED_AXES if axis in self.axes]
-        if size and (clashes or self.plan not in (None, BASELINE)):
-            raise StudyError(
-                f"--pack {self.pack} with {clashes[0] if clashes else 'a plan of its own'}, which is for trials alone",
-                expected="the rules' plan or --plan baseline",
-                fix="leave out --pack, or the plan",
-            )
-
-    @property
-    def pack_size(self) -> int | None:
-        """The largest number of trials in a pack; 0 without packs; None if `pack` isn't given.
-
-        Raises:
-            StudyError: `pack` has another form.
-        """
-        if self.pack is None:
-            return None
-        if self.pack in ("none", "auto"):
-            return 0 if self.pack == "none" else _AUTO_PACK
-        if not re.fullmatch("[0-9]+", str(self.pack)) or int(self.pack) < 2:
-            raise StudyError(f"--pack {self.pack}", expected="none, auto, or a number of trials from 2")
-        return int(self.pack)
-
     @property
     def device(self) -> str | None:
         """The device of this machine that all trials use; None for any device, and for the machines of Ray."""
@@ -155,17 +102,17 @@ class StudyOptions:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of a new study that change its result, by their names in StudyRecord."""
+        """The settings of a new study, by their names in StudyRecord."""
         given = {name: getattr(self, name) for name in _DEFAULTS}
-        given["pack"] = self.pack_size
-        return {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+        chosen = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+        return {**chosen, "plan": self.plan_name, "axes": dict(self.axes)}
 
     @property
     def plan_name(self) -> str:
         """The plan as in StudyRecord."""
         if self.plan is None:
             return RULES_PLAN
-        return str(self.plan) if self.plan in (AUTO, BASELINE, ARRAYS) else PLAN_FILE
+        return str(self.plan) if self.plan in (AUTO, BASELINE) else PLAN_FILE
 
     def check_same(self, study: StudyRecord, path: Path) -> None:
         """Raises StudyError if a given setting differs from that of the study in the folder."""
@@ -174,9 +121,6 @@ class StudyOptions:
             given = list(given) if isinstance(given, tuple) else given
             if given is not None and given != own:
                 raise _other_setting_error(f"{option} {_as_words(given)}", _as_words(own))
-        if self.pack_size not in (None, study.pack):
-            raise _other_setting_error(f"--pack {self.pack}", str(study.pack or "none"))
-        self._check_pack(study.pack)
         if self.plan is not None:
             request = PlanRequest.from_value(self.plan)
             is_same = self.plan_name == study.plan and (
@@ -194,40 +138,3 @@ class StudyOptions:
     def until(self) -> float:
         """When no further round begins, in seconds by `time.monotonic()`."""
         return math.inf if self.time_limit is None else time.monotonic() + parse_seconds(self.time_limit, "time-limit")
-
-
-@dataclass(frozen=True)
-class TaskSource:
-    """Where a study's Tasks come from: a file, or a function of Python.
-
-    Attributes:
-        make_task: the function, by cloudpickle.
-    """
-
-    reference: str
-    make_task: bytes | None = None
-
-    @classmethod
-    def from_value(cls, value: Any) -> TaskSource:
-        """Returns the source of a function that returns a Task, or of a reference such as `file.py`.
-
-        Raises:
-            StudyError: neither of them, or a function that can't be sent to other processes.
-        """
-        if isinstance(value, str | Path):
-            file_of_reference(split_reference(str(value))[0])
-            return cls(str(value))
-        if not callable(value):
-            raise StudyError(
-                f"study got {type_name(value)}", expected="a function that returns a hotloop.Task, or a file"
-            )
-        import cloudpickle
-
-        try:
-            return cls(getattr(value, "__name__", "make_task"), cloudpickle.dumps(value))
-        except Exception as error:
-            raise StudyError(
-                f"make_task can't be sent to the processes of trials: {type(error).__name__}: {error}",
-                expected="a function whose variables can be pickled",
-                fix="create such objects inside the function",
-            ) from error

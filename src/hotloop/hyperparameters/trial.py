@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import resource
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from inspect import Parameter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 from filelock import FileLock, Timeout
 
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.files.package_use import PackageUse
 from hotloop.core.files.source_files import files_of
 from hotloop.core.hardware.devices import check_device
 from hotloop.core.hardware.machine import read_processor, result_versions
 from hotloop.core.installed_code import is_installed
 from hotloop.core.plan_request import AUTO, PlanRequest
+from hotloop.core.records.race import Verdict
 from hotloop.core.records.study import RULES_PLAN, ParameterRecord, StudyRecord, TrialProgress, Value
-from hotloop.core.records.training import SourceRecord
-from hotloop.core.reporter import Reporter
+from hotloop.core.reporter import Reporter, Say
+from hotloop.core.task_parts.optimizers import member_optimizers
 from hotloop.data import builtin
 from hotloop.errors import (
     DeviceError,
@@ -39,7 +45,8 @@ from hotloop.errors import (
     is_out_of_memory,
     type_name,
 )
-from hotloop.hyperparameters.space import TASK_FIELDS, Space, as_text, first_values
+from hotloop.hyperparameters.space import TASK_FIELDS, Space, as_text, check_names, first_values, largest
+from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task
@@ -77,43 +84,35 @@ def version_changes(then: Mapping[str, str]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class Description:
+class Description(NamedTuple):
     """What a study needs to know of the Task.
 
     Attributes:
-        arguments: the parameters of `task(...)`.
-        kinds: `int` for parameters and fields that take whole numbers.
+        record: the study's settings and the Task's, without `rungs`, for which Optuna is needed.
         files: content of the source files by path; empty for a function of Python.
         modules: installed modules that the Task has imported; `reads`: built-in data sets that it has read.
-        versions: what the bits of the study's result depend on.
     """
 
-    arguments: list[str]
-    kinds: dict[str, str]
-    name: str
-    figure: str
-    is_minimized: bool
-    epochs: int
-    seed: int
-    source: SourceRecord | None
+    record: StudyRecord
     files: dict[str, bytes]
     modules: list[str]
     reads: list[builtin.BuiltinRead]
-    versions: dict[str, str]
 
 
-def describe(reference: str, make_task: bytes | None, space: Space, device: str | None) -> Description:
+def describe(
+    reference: str, make_task: bytes | None, space: Space, device: str | None, settings: Mapping[str, Any]
+) -> Description:
     """Returns the Description of a Task.
 
     Args:
         reference: the Task's file; for `make_task`, a name for messages.
         make_task: a function of Python, by cloudpickle.
         device: of all trials; None for any device.
+        settings: fields of StudyRecord that the user sets.
 
     Raises:
         DeviceError: the device is missing.
-        StudyError: an argument of `task(...)` doesn't take the values of the space.
+        StudyError: an argument of `task(...)` is unknown, or doesn't take the values of the space.
         TaskError: the Task can't be loaded.
     """
     if device is not None:
@@ -135,21 +134,27 @@ def describe(reference: str, make_task: bytes | None, space: Space, device: str 
         loaded = LoadedTask(call_make_task(function, needed), None, {})
     task = loaded.task
     stopping = EarlyStopping.of(task.monitor, task.goal, task.roles.validation is not None)
-    return Description(
-        arguments=list(parameters),
-        kinds={name: "int" for name, parameter in parameters.items() if _is_int(parameter)}
-        | {name: "int" for name in TASK_FIELDS if name not in parameters},
+    whole = {name for name, parameter in parameters.items() if _is_int(parameter)} | (
+        set(TASK_FIELDS) - parameters.keys()
+    )
+    space = check_names(space, list(parameters), whole)
+    record = StudyRecord(
+        id=uuid.uuid4().hex,
         name=task.name,
+        created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        source=loaded.record,
+        space=space,
+        arguments=list(parameters),
         figure=stopping.figure,
         is_minimized=stopping.is_minimized,
-        epochs=task.epochs,
-        seed=task.seed,
-        source=loaded.record,
-        files=loaded.files,
-        modules=installed_modules(known),
-        reads=builtin.reads,
+        epochs=largest(space, "epochs", task.epochs),
+        rungs=[],
+        task_epochs=task.epochs,
+        task_seed=task.seed,
         versions=study_versions(),
+        **settings,
     )
+    return Description(record, loaded.files, installed_modules(known), builtin.reads)
 
 
 def installed_modules(known: Collection[str]) -> list[str]:
@@ -207,13 +212,16 @@ def train(
         pause_after: the epoch after which to stop; None for the end of training.
     """
     began, error, outcome = time.monotonic(), "", None
-    path = Path(run)
+    path, lock = Path(run), FileLock(Path(folder) / "records" / f"{number:04d}-{repeat + 1}.lock")
     try:
         if "device" in study.axes:
             check_device(study.axes["device"])
-        lock = lock_run(Path(folder), number, repeat, path)
-    except (StudyError, DeviceError) as failure:
+        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=_LOCK_S)  # a process of a killed study may train the trial for some seconds
+    except DeviceError as failure:
         return failure
+    except Timeout:
+        return StudyError(f"{run} is being trained by another process", fix="stop that process, or wait for it")
     with lock:
         try:
             outcome = _train(Path(folder), study, make_task, repeat, params, path, pause_after)
@@ -221,23 +229,6 @@ def train(
             traceback.print_exc()
             error = error_line(failure)
     return trial_progress(study, number, repeat, path, outcome, error, time.monotonic() - began)
-
-
-def lock_run(folder: Path, number: int, repeat: int, run: Path) -> FileLock:
-    """Returns the lock of a run of a trial, acquired for this process.
-
-    Raises:
-        StudyError: another process trains the run.
-    """
-    lock = FileLock(folder / "records" / f"{number:04d}-{repeat + 1}.lock")
-    Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
-    try:
-        lock.acquire(timeout=_LOCK_S)  # a process of a killed study may train the trial for some seconds
-    except Timeout:
-        raise StudyError(
-            f"{run} is being trained by another process", fix="stop that process, or wait for it"
-        ) from None
-    return lock
 
 
 def trial_progress(
@@ -289,7 +280,14 @@ def _train(
     path: Path,
     pause_after: int | None,
 ) -> RunOutcome:
-    context = trial_context(folder, study, make_task, repeat, params, pause_after)
+    loaded, overrides = load_trial(folder, study, make_task, repeat, params)
+    context = RunContext(
+        loaded,
+        overrides=overrides,
+        reporter=Reporter(lambda line: print(line, flush=True)),
+        pause_after_epoch=math.inf if pause_after is None else pause_after,
+        has_reports=False,
+    )
     if is_run(path):
         return resume_run(context, path)[1]
     axes = {"threads": 1, **study.axes}
@@ -312,30 +310,12 @@ def _train(
     raise AssertionError("the rules always name the baseline")
 
 
-def trial_context(
-    folder: Path,
-    study: StudyRecord,
-    make_task: bytes | None,
-    repeat: int,
-    params: Mapping[str, Value],
-    pause_after: int | None,
-) -> RunContext:
-    """Returns the context of a trial's run, without a plan."""
-    loaded, overrides = load_trial(folder, study, make_task, repeat, params)
-    return RunContext(
-        loaded,
-        overrides=overrides,
-        reporter=Reporter(lambda line: print(line, flush=True)),
-        pause_after_epoch=math.inf if pause_after is None else pause_after,
-        has_reports=False,
-    )
-
-
 def load_trial(
     folder: Path, study: StudyRecord, make_task: bytes | None, repeat: int, params: Mapping[str, Value]
 ) -> tuple[LoadedTask, dict[str, Any]]:
-    """Returns a trial's Task, and the fields of the Task to change."""
-    params = repeat_params(study, repeat, params)
+    """Returns a trial's Task, and the fields of the Task to change; the repeats have the seeds that follow the first."""
+    if repeat:
+        params = {**params, "seed": int(params.get("seed", study.task_seed) or 0) + repeat}
     arguments = {name: value for name, value in params.items() if name in study.arguments}
     overrides = {name: value for name, value in params.items() if name not in study.arguments}
     if study.source is None:
@@ -348,19 +328,10 @@ def load_trial(
     return LoadedTask(task, source, files_of(folder / "source")), overrides
 
 
-def repeat_params(study: StudyRecord, repeat: int, params: Mapping[str, Value]) -> dict[str, Value]:
-    """Returns the parameters of one repeat: the seed of the first, then the following seeds."""
-    if not repeat:
-        return dict(params)
-    return {**params, "seed": int(params.get("seed", study.task_seed) or 0) + repeat}
-
-
 def _plan_of_shape(
     folder: Path, study: StudyRecord, context: RunContext, base: Plan
 ) -> list[tuple[Plan, Program | None]]:
     """Returns the plan of the trial's shape, with its Program if the plan is compiled; empty if the trial can't use it."""
-    from hotloop.hyperparameters.shape_plans import expected_trials, plan_of_shape
-
     found = plan_of_shape(folder / "plans", context.source, base, expected_trials(study))
     if found.plan.compile == "none":
         return [(found.plan, None)]
@@ -375,3 +346,86 @@ def _plan_of_shape(
 
 def rules_plans(task: Task, base: Plan) -> list[Plan]:
     return [choice.plan for choice in list_options(task, base).choices if choice.plan.compile == base.compile]
+
+
+# --- plans of a study with `--plan auto`: the fastest proven plan of each shape of network, found once
+
+
+@dataclass(frozen=True)
+class ShapePlan:
+    """The plan of a shape.
+
+    Attributes:
+        pays_after: steps of one trial from which compiling the plan for this trial alone pays; None if unknown.
+    """
+
+    plan: Plan
+    pays_after: int | None
+
+    def lower(self, task: Task, steps: int | None, say: Say) -> Program:
+        """Lowers the plan for one trial. A number that is a constant of the compiled step, such as the rate of a dropout,
+        makes another package: it is compiled only if that pays in this trial.
+
+        Raises:
+            PlanError: the trial needs a package of its own that wouldn't pay, or the plan can't be run.
+        """
+        may_build = steps is None or self.pays_after is None or steps > self.pays_after
+        return lower(task, self.plan, say, package=PackageUse(may_build=may_build))
+
+
+def plan_of_shape(folder: Path, loaded: LoadedTask, base: Plan, trials: int) -> ShapePlan:
+    """Returns the plan for trials that differ in numbers alone; the first trial of a shape finds the plan.
+
+    Args:
+        folder: where the study stores plans.
+        base: axes that are set.
+        trials: expected number of trials of the shape: the plan has to pay in all of them together.
+    """
+    path = folder / f"{shape_key(loaded.task, base)}.toml"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "search.lock"):  # one search at a time: two would change each other's times
+            if not path.is_file():
+                _find_plan(path, loaded, base, trials)
+    return ShapePlan(Plan.read(path), json.loads(path.with_suffix(".json").read_text())["pays_after"])
+
+
+def _find_plan(path: Path, loaded: LoadedTask, base: Plan, trials: int) -> None:
+    from hotloop.tuning.tune import cached_or_tuned_plan
+
+    print(f"finding the plan for {path.stem}", flush=True)
+    together = {"epochs": loaded.task.epochs * trials}
+    searches: list[Verdict] = []
+    request = PlanRequest(base, is_auto=True)
+    plan, reason = cached_or_tuned_plan(loaded, request, overrides=together, searches=searches)
+    print(reason, flush=True)
+    winners = [one.plan(one.winner) for one in searches if one.winner]
+    write_atomic(path.with_suffix(".json"), json.dumps({"pays_after": winners[-1].pays_after if winners else None}))
+    write_atomic(path, (plan or base).to_toml())
+
+
+def expected_trials(study: StudyRecord) -> int:
+    """Returns the number of trials of one shape if each choice, and each whole number of a range, makes another shape.
+
+    A study that prunes trains half of its trials' epochs.
+    """
+    shapes = math.prod(_different_values(one) for one in study.space.values())
+    return max(1, study.trials * study.repeats // (shapes * (2 if study.rungs else 1)))
+
+
+def _different_values(parameter: ParameterRecord) -> int:
+    if parameter.low is None or parameter.high is None:
+        return max(1, len(parameter.choices))
+    return int((parameter.high - parameter.low) // (parameter.step or 1)) + 1 if parameter.is_int else 1
+
+
+def shape_key(task: Task, base: Plan) -> str:
+    """Returns a hash of what a plan's speed depends on: shapes, layers and optimizers, without their numbers."""
+    facts, _ = feasibility_facts(task, base)
+    model = task.build_model()
+    optimizers = [type(one).__name__ for one in member_optimizers(task.build_optimizer(model))]
+    tensors = [[name, list(value.shape), str(value.dtype)] for name, value in model.state_dict(keep_vars=True).items()]
+    layers = [[name, type(module).__qualname__] for name, module in model.named_modules()]
+    sizes = [facts.batch_size, facts.inputs, facts.drops, facts.one_operation, facts.steps is None]
+    text = json.dumps([tensors, layers, optimizers, sizes, base.brief()])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

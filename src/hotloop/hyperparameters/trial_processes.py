@@ -1,9 +1,21 @@
-"""The study's side of the trial server: starts jobs, waits for results, and ends processes."""
+"""Processes of trials: a server imports torch and hotloop once, and forks a new process for each job.
+
+So each trial starts in the same state whatever ran before, and running out of memory ends one trial alone. The server
+computes nothing itself: a process that has run an autograd pass can't fork a process that runs one.
+
+The first job loads the Task. Meanwhile the server imports what later jobs need, and then the installed packages and the
+built-in data that the Task has loaded, so that all jobs share them.
+
+For each job, the study sends one end of a socket. The forked process writes its process id, reads the job, and writes the
+result; an end without a result means that the process was killed.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
+import random
 import select
 import signal
 import socket
@@ -11,12 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from hotloop.errors import StudyError
+from hotloop.core.files.source_files import file_of_reference, installed_versions, split_reference
+from hotloop.core.processes import end_with_parent
+from hotloop.errors import HotloopError, StudyError, TaskError, describe_error, type_name
 
 _STARTS = 3
 """Starts of the server before an error."""
@@ -29,6 +46,43 @@ JOB, PREPARE = b"j", b"p"
 
 STOP_S = 60.0
 """Seconds for a trial to save after SIGTERM, before SIGKILL."""
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """Where a study's Tasks come from: a file, or a function of Python.
+
+    Attributes:
+        make_task: the function, by cloudpickle.
+    """
+
+    reference: str
+    make_task: bytes | None = None
+
+    @classmethod
+    def from_value(cls, value: Any) -> TaskSource:
+        """Returns the source of a function that returns a Task, or of a reference such as `file.py`.
+
+        Raises:
+            StudyError: neither of them, or a function that can't be sent to other processes.
+        """
+        if isinstance(value, str | Path):
+            file_of_reference(split_reference(str(value))[0])
+            return cls(str(value))
+        if not callable(value):
+            raise StudyError(
+                f"study got {type_name(value)}", expected="a function that returns a hotloop.Task, or a file"
+            )
+        import cloudpickle
+
+        try:
+            return cls(getattr(value, "__name__", "make_task"), cloudpickle.dumps(value))
+        except Exception as error:
+            raise StudyError(
+                f"make_task can't be sent to the processes of trials: {type(error).__name__}: {error}",
+                expected="a function whose variables can be pickled",
+                fix="create such objects inside the function",
+            ) from error
 
 
 class Workers(Protocol):
@@ -169,7 +223,7 @@ class TrialProcesses:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "hotloop.hyperparameters.trial_server", str(theirs.fileno())],
+                [sys.executable, "-m", "hotloop.hyperparameters.trial_processes", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=self._folder,
                 stdin=subprocess.DEVNULL,
@@ -202,3 +256,135 @@ class TrialProcesses:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").splitlines()
         return lines[-1] if lines else ""
+
+
+# --- the server
+
+MODULES_OF_TRIALS = ("torch._dynamo",)
+"""What training imports late: torch imports its compiler for the first optimizer, which takes seconds."""
+
+
+def serve(number: int) -> None:
+    """Forks a process for each job until the other end of the socket `number` is closed; then ends all processes."""
+    end_with_parent(os.getppid(), signal.SIGKILL)
+    from hotloop.hyperparameters.trial import study_versions  # slow, so once here
+
+    _freeze_objects()
+    children: set[int] = set()
+    with socket.socket(fileno=number) as connection:
+        while True:
+            message, files, _, _ = socket.recv_fds(connection, 1, 1)
+            if not message:
+                break
+            if message == PREPARE:
+                _prepare(files[0])
+                continue
+            children -= {child for child in children if _has_ended(child)}
+            server = os.getpid()
+            if (child := os.fork()) == 0:
+                connection.close()
+                _run_job(files[0], server)
+            children.add(child)
+            os.close(files[0])
+            _import_modules(MODULES_OF_TRIALS)
+            study_versions(), installed_versions(["torch"])  # reading them takes 50 ms, and they are cached
+            _freeze_objects()
+    for child in children:
+        if not _has_ended(child):
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+    os._exit(0)  # Python's own exit takes a moment
+
+
+def _freeze_objects() -> None:
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would copy the pages
+
+
+def _prepare(number: int) -> None:
+    """Imports packages of the Task, and reads its built-in data.
+
+    If the packages start threads, which a forked process would lack, this server ends; the next one does without.
+    """
+    from hotloop.data import builtin
+
+    with socket.socket(fileno=number) as connection, connection.makefile("rb") as file:
+        sys.path[:], names, reads = pickle.load(file)
+    _import_modules(names)
+    with suppress(HotloopError):  # the jobs report it
+        builtin.preload(reads)
+    _freeze_objects()
+    if thread_count() > 1:
+        sys.exit("a package of the Task starts threads")
+
+
+def _import_modules(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in sys.modules:
+            with suppress(Exception, SystemExit):  # a job that needs the module reports why it can't be imported
+                import_module(name)
+
+
+def thread_count() -> int:
+    """Returns the threads of this process; 1 where the system doesn't say."""
+    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+
+
+def _has_ended(child: int) -> bool:
+    return os.waitpid(child, os.WNOHANG)[0] != 0
+
+
+def _run_job(number: int, server: int) -> None:
+    """Runs one job in this forked process, and exits."""
+    os.setsid()
+    end_with_parent(server, signal.SIGKILL)
+    with socket.socket(fileno=number) as connection, connection.makefile("rwb") as file:
+        pickle.dump(os.getpid(), file)
+        file.flush()
+        job: dict[str, Any] = pickle.load(file)
+        _redirect_output(job.pop("log"))
+        seed_generators()
+        sys.path[:] = job.pop("path")
+        pickle.dump(_result(job), file)
+        file.flush()
+    sys.exit(0)
+
+
+def _result(job: dict[str, Any]) -> Any:
+    """Returns the job's result, or a TaskError for an error that the job doesn't handle."""
+    module, _, name = job.pop("work").partition(":")
+    try:
+        return getattr(import_module(module), name)(**job)
+    except SystemExit as error:
+        return TaskError(f"the Task called exit({error.code!r})", expected="a Task that trains to its end")
+    except Exception as error:
+        traceback.print_exc()
+        return error if isinstance(error, HotloopError) else TaskError(describe_error(error))
+
+
+def _redirect_output(log: str) -> None:
+    """Appends what the Task prints to a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    sys.stdout = open(1, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+
+
+def seed_generators() -> None:
+    """Seeds what a Task's file may read without a seed of its own, so that each trial has the same data."""
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+if __name__ == "__main__":
+    from hotloop.hyperparameters.trial_processes import (
+        serve as run,
+    )  # the module's one copy, which pickle finds by name
+
+    run(int(sys.argv[1]))

@@ -10,22 +10,21 @@ import copy
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from hotloop.core.format import format_figure
-from hotloop.core.records.study import PackMember, PackPlan, StudyRecord, TrialProgress
+from hotloop.core.records.study import StudyRecord, TrialProgress
 from hotloop.core.reporter import Say
-from hotloop.errors import HotloopError, StudyError
+from hotloop.errors import HotloopError
+from hotloop.hyperparameters.results import best_value, curve, violations
 from hotloop.hyperparameters.samplers import make_sampler, memory_study
 from hotloop.hyperparameters.space import all_params, sample
 from hotloop.hyperparameters.study_folder import StudyFolder
 from hotloop.hyperparameters.trial_processes import Workers
-from hotloop.hyperparameters.trial_values import best_value, curve, violations
 
 FINISHED, TIME_LIMIT = "finished", "time-limit"
 
@@ -33,14 +32,6 @@ _ROUNDS = "rounds"
 
 _MAX_KILLS = 5
 """Times that a run's process may be killed without a step in between; then the trial has failed."""
-
-_PACK_PROCESS = "hotloop.hyperparameters.packs.pack_process"
-
-_PLAN_ATTEMPTS = 3
-"""Times that packs are formed, if the system kills the process."""
-
-Unit = tuple[tuple[int, int], ...]
-"""The runs, as (trial, repeat), of one process: several runs are a pack."""
 
 
 class Rounds:
@@ -80,8 +71,6 @@ class Rounds:
 
     def train_to_end(self, number: int) -> None:
         """Trains a pruned trial from its last checkpoint to its end."""
-        if any(one.packed for one in self._progress(number)):
-            self.say(f"trial {number} was trained in a pack and goes on alone: equal by its proof, not bit by bit")
         self._train(self.folder.optuna.get_trials(deepcopy=False), [number], None)
 
     def _run_round(self, index: int, start: int, size: int) -> None:
@@ -93,19 +82,18 @@ class Rounds:
             trial.set_user_attr("round", index)
             sample(trial, self.study.space)
         self._store_proposals(memory.get_trials(deepcopy=False), start)
-        packs = self._packs(index, memory.get_trials(deepcopy=False)[start:])
         live, pruned = list(range(start, start + size)), set[int]()
         for rung in self.study.rungs:
-            self._train(memory.get_trials(deepcopy=False), live, rung, packs)
+            self._train(memory.get_trials(deepcopy=False), live, rung)
             live = [number for number in live if not self._has_failed(number, rung)]
             for number in live:
-                self._report(handles[number - start], self._curve(number)[:rung])
+                self._report(handles[number - start], curve(self._progress(number))[:rung])
             paused = [number for number in live if not self._is_finished(number, rung)]
             pruned |= (losers := prune(self.study, memory, paused))
             live = [number for number in live if number not in losers]
             for number in sorted(losers):
                 self.say(f"trial {number}  pruned after {rung} epoch{'s' * (rung > 1)}")
-        self._train(memory.get_trials(deepcopy=False), live, None, packs)
+        self._train(memory.get_trials(deepcopy=False), live, None)
         for number in range(start, start + size):
             self._finish(memory, handles[number - start], number in pruned)
 
@@ -138,129 +126,54 @@ class Rounds:
             error = next((one.error for one in self._progress(number) if one.error), "")
             store_trial(self.folder, stored, memory.get_trials(deepcopy=False)[number], error)
 
-    def _packs(self, index: int, trials: Sequence[FrozenTrial]) -> list[Unit]:
-        """Returns the packs of a round, formed before its first step."""
-        if not self.study.pack:
-            return []
-        path = self.folder.path / "packs" / f"round-{index:04d}.json"
-        plan = PackPlan.model_validate_json(path.read_bytes()) if path.is_file() else self._form_packs(path, trials)
-        for member, reason in plan.alone:
-            known = self.folder.progress(member.number, member.repeat)
-            if not known.alone:
-                self.say(f"trial {member.number} isn't packed: {reason}")
-                self.folder.store_progress(known.model_copy(update={"alone": reason, "seconds": 0.0}))
-        return [tuple((member.number, member.repeat) for member in pack) for pack in plan.packs]
-
-    def _form_packs(self, path: Path, trials: Sequence[FrozenTrial]) -> PackPlan:
-        members = [self._member(trial, repeat) for trial in trials for repeat in range(self.study.repeats)]
-        for _ in range(_PLAN_ATTEMPTS):
-            job = self.processes.start(
-                f"{_PACK_PROCESS}:plan_packs", "packs.txt", folder=str(self.folder.path), study=self.study,
-                make_task=self.make_task, members=members, plan_file=str(path),
-            )  # fmt: skip
-            try:
-                self.processes.next_finished([job])
-            except BaseException:
-                self.processes.stop([job])
-                raise
-            found: PackPlan | HotloopError | None = job.result()
-            if isinstance(found, HotloopError):
-                raise found
-            if found is not None:
-                return found
-        raise StudyError(
-            "the process that forms packs was killed",
-            expected="enough memory for a Task's data",
-            fix="start a study without --pack",
-        )
-
-    def _member(self, trial: FrozenTrial, repeat: int) -> PackMember:
-        return PackMember(number=trial.number, repeat=repeat, params=all_params(self.study.space, trial.params))
-
-    def _units(self, numbers: Sequence[int], rung: int | None, packs: Sequence[Unit]) -> Iterator[Unit]:
-        """Yields the runs that need training: the rest of a pack as one unit, each other run as its own."""
-        due = {
-            (number, repeat): not progress.alone
-            for number in numbers
-            for repeat in range(self.study.repeats)
-            if needs_training(progress := self.folder.progress(number, repeat), rung)
-        }
-        rests = [tuple(run for run in pack if due.get(run)) for pack in packs]
-        together = {run: rest for rest in rests if len(rest) > 1 for run in rest}
-        for run in due:
-            if (unit := together.get(run, (run,)))[0] == run:
-                yield unit
-
-    def _train(
-        self, trials: Sequence[FrozenTrial], numbers: Sequence[int], rung: int | None, packs: Sequence[Unit] = ()
-    ) -> None:
+    def _train(self, trials: Sequence[FrozenTrial], numbers: Sequence[int], rung: int | None) -> None:
         """Trains runs to the end of an epoch, or to their end for None."""
-        waiting = deque(self._units(numbers, rung, packs))
-        kills: Counter[Unit] = Counter()
-        running: dict[Any, tuple[Unit, int]] = {}
+        runs = [(number, repeat) for number in numbers for repeat in range(self.study.repeats)]
+        waiting = deque(run for run in runs if needs_training(self.folder.progress(*run), rung))
+        kills: Counter[tuple[int, int]] = Counter()
+        running: dict[Any, tuple[tuple[int, int], int]] = {}
         try:
             while waiting or running:
                 while waiting and len(running) < self.jobs:
-                    unit = waiting.popleft()
-                    running[self._start(trials, unit, rung)] = (unit, self._reached(unit))
+                    run = waiting.popleft()
+                    running[self._start(trials[run[0]], run[1], rung)] = (run, self.folder.reached(*run))
                 for job in self.processes.next_finished(running):
-                    unit, before = running.pop(job)
+                    run, before = running.pop(job)
                     result = job.result()
                     if isinstance(result, HotloopError):
                         raise result
-                    if result is None:
-                        result = self._after_kill(unit, before, kills)
-                    if result is None:
-                        waiting.appendleft(unit)
-                    for progress in [result] if isinstance(result, TrialProgress) else result or []:
-                        self._store(progress, trials[progress.number])
-                        if needs_training(progress, rung):
-                            waiting.appendleft(((progress.number, progress.repeat),))
+                    if result is None:  # the process was killed
+                        kills[run] = kills[run] + 1 if self.folder.reached(*run) <= before else 0
+                        if kills[run] < _MAX_KILLS:
+                            waiting.appendleft(run)
+                            continue
+                        why = f"the system killed the trial's process {_MAX_KILLS} times without a step, often for lack of memory"
+                        result = self.folder.progress(*run).model_copy(update={"error": why, "is_finished": True})
+                    self.folder.store_progress(result)
+                    if result.is_finished:
+                        self.say(_line(self.study, trials[run[0]], result))
+                    elif needs_training(result, rung):
+                        waiting.appendleft(run)
         except BaseException:
             self.processes.stop(running)
             raise
 
-    def _store(self, progress: TrialProgress, trial: FrozenTrial) -> None:
-        if progress.alone:
-            self.say(f"trial {progress.number} isn't packed: {progress.alone}")
-        self.folder.store_progress(progress)
-        if progress.is_finished:
-            self.say(_line(self.study, trial, progress))
-
-    def _start(self, trials: Sequence[FrozenTrial], unit: Unit, rung: int | None) -> Any:
-        common: dict[str, Any] = {
-            "folder": str(self.folder.path), "study": self.study, "make_task": self.make_task, "pause_after": rung
-        }  # fmt: skip
-        members = [self._member(trials[number], repeat) for number, repeat in unit]
-        runs = [str(self.folder.run_path(number, repeat)) for number, repeat in unit]
-        log = f"{unit[0][0]:04d}.txt"
-        if len(unit) > 1:
-            return self.processes.start(f"{_PACK_PROCESS}:train_pack", log, members=members, runs=runs, **common)
+    def _start(self, trial: FrozenTrial, repeat: int, rung: int | None) -> Any:
         return self.processes.start(
-            "hotloop.hyperparameters.trial:train", log, **members[0].model_dump(), run=runs[0], **common
+            "hotloop.hyperparameters.trial:train",
+            f"{trial.number:04d}.txt",
+            folder=str(self.folder.path),
+            study=self.study,
+            make_task=self.make_task,
+            number=trial.number,
+            repeat=repeat,
+            params=all_params(self.study.space, trial.params),
+            run=str(self.folder.run_path(trial.number, repeat)),
+            pause_after=rung,
         )
-
-    def _reached(self, unit: Unit) -> int:
-        return sum(self.folder.reached(number, repeat) for number, repeat in unit)
-
-    def _after_kill(self, unit: Unit, before: int, kills: Counter[Unit]) -> list[TrialProgress] | None:
-        """Returns None to train again; after kill upon kill, a run has failed, and the runs of a pack train alone."""
-        kills[unit] = kills[unit] + 1 if self._reached(unit) <= before else 0
-        if kills[unit] < _MAX_KILLS:
-            return None
-        known = [self.folder.progress(number, repeat) for number, repeat in unit]
-        why = f"process {_MAX_KILLS} times without a step, often for lack of memory"
-        if len(unit) == 1:
-            changed: dict[str, Any] = {"error": f"the system killed the trial's {why}", "is_finished": True}
-        else:
-            changed = {"alone": f"the system killed the pack's {why}", "inexact": ["a pack was killed again and again"]}
-        return [progress.model_copy(update=changed) for progress in known]
 
     def _progress(self, number: int) -> list[TrialProgress]:
         return [self.folder.progress(number, repeat) for repeat in range(self.study.repeats)]
-
-    def _curve(self, number: int) -> list[float]:
-        return curve(self._progress(number))
 
     def _has_failed(self, number: int, rung: float = math.inf) -> bool:
         """Returns whether a trial failed before the end of an epoch.

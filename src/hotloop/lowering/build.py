@@ -79,7 +79,6 @@ def lower(
     plan: Plan = BASELINE,
     say: Say = lambda line: None,
     during: ProgressReporter | None = None,
-    make_step: Callable[[LoweringContext], EagerStep] | None = None,
     package: PackageUse | None = None,
 ) -> Program:
     """Makes a Task runnable under a Plan; the caller's random generators keep their state.
@@ -87,7 +86,6 @@ def lower(
     Args:
         say: shows a line to the user, such as the size of data read into memory.
         during: shows the progress of slow operations; `say` gets lines by default.
-        make_step: builds the step in place of the plan's own.
         package: which packages a compiled step may use; None for any, also a new one.
 
     Raises:
@@ -113,7 +111,7 @@ def lower(
         if plan.parallel == "async":
             return parameter_server_program(parts, StalenessPolicy(plan.staleness))
         check_whole_gradients(parts.model, plan)
-        step = (make_step or _make_step)(parts)
+        step = _make_step(parts)
         check_whole_gradients(step.holder, plan)  # the optimizer's factory may register hooks
         return _check_first_batch(
             Program(step.parts, step, _make_feed(parts))
@@ -138,10 +136,6 @@ def translate_memory_errors(plan: Plan) -> Iterator[None]:
 def _make_step(parts: LoweringContext) -> EagerStep:
     """Builds the step of the plan. Local imports: torch's compiler and distributed parts take seconds to import."""
     plan = parts.plan
-    if plan.engine == "arrays":
-        from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
-
-        return ArraysStep(parts)
     if parts.is_pipelined:
         from hotloop.lowering.pipeline.pipeline_step import PipelineStep
 

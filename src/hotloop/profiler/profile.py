@@ -45,9 +45,6 @@ from hotloop.tuning.race import PROVE, Prove, race_loaded
 
 Progress = Callable[[str, float], None]
 
-UNTRIED_TORCH = (
-    "only a race measures whether PyTorch takes less time for this step: --try, or hotloop race --plans arrays,auto"
-)
 NO_PLAN = "a script has no plan to change; make the training a Task, and --try races remedies that a plan can express"
 SHARED_LIMITS_NOTE = "limits are those of the whole machine, which the ranks on it share"
 
@@ -69,7 +66,7 @@ def profile(
     Args:
         task: a Task, or the path of any Python script that trains; the script runs as it would alone.
         arguments: the script's own.
-        plan: for the Task: a `Plan`, a TOML file, `auto`, `baseline` or `arrays`; default the baseline.
+        plan: for the Task: a `Plan`, a TOML file, `auto` or `baseline`; default the baseline.
             A plan for several ranks starts them as forks of this process.
         steps: number of measured steps; None for 60, fewer if these would take over 30 s.
         stop_after: duration such as `60s` after which the script is stopped; default at its end.
@@ -211,7 +208,7 @@ def profile_task(
         name: [_with_feasible_axes(one, task, plan) for one in getattr(found, name)]
         for name in ("remedies", "candidates")
     }
-    return _with_notes(found.model_copy(update=update), [] if plan.engine == "eager" else [UNTRIED_TORCH])
+    return found.model_copy(update=update)
 
 
 def _diagnose(recorded: Profile, progress: Progress) -> Profile:
@@ -228,10 +225,8 @@ def _measure_limits(recorded: Profile, progress: Progress) -> tuple[dict[str, An
     """Returns the machine's limits and notes; a profile without limits is still valid."""
     try:
         limits, notes = _cached_limits(recorded.device, progress)
-        eager = recorded.engine == "eager"
-        threads = with_oversubscription(recorded.threads) if eager else recorded.threads
-        slowdown = slowdown_notes(recorded.threads) if eager and recorded.device == "cpu" else []
-        return {"limits": limits, "threads": threads}, [*notes, *slowdown]
+        slowdown = slowdown_notes(recorded.threads) if recorded.device == "cpu" else []
+        return {"limits": limits, "threads": with_oversubscription(recorded.threads)}, [*notes, *slowdown]
     except DeviceError:
         return {}, [f"limits of {recorded.device} are unknown: hotloop can't measure such a device"]
     except KeyboardInterrupt:
@@ -278,10 +273,6 @@ def race_remedies(
         began: start of the time limit, by `time.monotonic()`; default now.
     """
     base = resolve_device(plan)
-    if base.engine != "eager":
-        what = "the step is written out in array operations"
-        remedy = Remedy(cause=what, where="", remedy="let PyTorch compute it", gain=0.0, axes={"engine": "eager"})
-        found = found.model_copy(update={"remedies": [*found.remedies, remedy]})
     asked = [one for one in [*found.remedies, *found.candidates] if one.axes]
     plans = list(dict.fromkeys(base.with_axes(**one.axes) for one in asked))
     if not plans:
@@ -296,21 +287,18 @@ def race_remedies(
         return _with_notes(found, [f"no remedy was raced: {over.given}"])
     timed = verdict.model_copy(update={"plans": []}) if verdict.busy else verdict
     remedies = [_with_race_result(one, base, timed) for one in found.remedies]
-    lost = [one for one in remedies if "engine" in one.axes and (one.won is None or one.won[1] <= 1)]
-    open_remedies = [one for one in remedies if one not in lost]
     measured = [_with_race_result(one, base, timed) for one in found.candidates]
     won = [one.model_copy(update={"gain": 1 - 1 / one.won[0]}) for one in measured if one.won and one.won[1] > 1]
 
     found = found.model_copy(
         update={
-            "remedies": sorted([*open_remedies, *won], key=lambda one: (one.note, -one.gain)),
+            "remedies": sorted([*remedies, *won], key=lambda one: (one.note, -one.gain)),
             "candidates": [],
             "advice": [_why_not_won(one) for one in measured if not (one.won and one.won[1] > 1)],
-            "notes": [note for note in found.notes if note != UNTRIED_TORCH],
         }
     )
     failures = [f"{timing.name} couldn't be raced: {timing.failure}" for timing in verdict.plans if timing.failure]
-    return _with_notes(found, [*map(_why_lost, lost), *failures, *verdict.remarks])
+    return _with_notes(found, [*failures, *verdict.remarks])
 
 
 def _with_notes(found: Profile, notes: Sequence[str]) -> Profile:
@@ -326,13 +314,6 @@ def _why_not_won(candidate: Remedy) -> str:
     return f"{axes} is no remedy here: {found}. hotloop tune tries other plans."
 
 
-def _why_lost(remedy: Remedy) -> str:
-    if remedy.won is None:
-        return "whether PyTorch (engine=eager) takes less time for the step couldn't be raced"
-    ratio, low, high = remedy.won
-    return f"PyTorch (engine=eager) isn't faster here: {ratio:.2f} times as fast ({low:.2f} to {high:.2f})"
-
-
 def _with_race_result(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
     raced = base.with_axes(**remedy.axes).model_dump() if remedy.axes else None
     timing = next((timing for timing in verdict.plans if timing.plan == raced), None)
@@ -340,9 +321,8 @@ def _with_race_result(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
         return remedy
     proven = f"; its result is {timing.parity}: {timing.parity_reason}" if timing.parity else ""
     won = (timing.ratio, timing.ratio_low, timing.ratio_high)
-    gain = max(0.0, 1 - 1 / timing.ratio) if "engine" in remedy.axes else remedy.gain
     evidence = f"{remedy.evidence}{proven}".removeprefix("; ")
-    return remedy.model_copy(update={"won": won, "gain": gain, "evidence": evidence})
+    return remedy.model_copy(update={"won": won, "evidence": evidence})
 
 
 def record_script(

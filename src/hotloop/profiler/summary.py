@@ -72,7 +72,7 @@ def summarize(facts: ProfileFacts, source: str, *, plan: str = "") -> Profile:
         samples_per_step=facts.samples_per_step,
         one_batch=facts.one_batch,
         batch=facts.batch,
-        modules=_with_update_times(modules, phases.get("update")),
+        modules=modules,
         operators=clamp_ops_to_phases(operators, timed),
         identities=facts.identities,
         lines=lines,
@@ -140,16 +140,6 @@ def _paging_of(steps: Sequence[StepFact]) -> PagingRecord | None:
     if not steps or not (pages := sum(step.pages for step in steps) / len(steps)) > _MIN_PAGES:
         return None
     return PagingRecord(pages=pages, system_ms=sum(step.system_ms for step in steps) / len(steps))
-
-
-def _with_update_times(modules: list[ModuleTime], update_ms: float | None) -> list[ModuleTime]:
-    """Scales the modules' update times to the update phase, if the model's total is known."""
-    whole_ms = next((one.update_ms for one in modules if not one.name), None)
-    if not whole_ms or not update_ms:
-        return modules
-    factor = update_ms / whole_ms
-    times = [None if one.update_ms is None else one.update_ms * factor for one in modules]
-    return [one.model_copy(update={"update_ms": ms}) for one, ms in zip(modules, times, strict=True)]
 
 
 def _optimizer_records(facts: ProfileFacts, phases: dict[Phase, float], scale: float) -> list[dict]:

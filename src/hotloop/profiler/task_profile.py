@@ -1,32 +1,28 @@
 """Profiles the steps of a Task in this process or on each rank, by a session whose steps are known.
 
-Ranks take the same steps; rank 0's profile has the times of all. Under engine=arrays each layer is timed as a whole.
+Ranks take the same steps; rank 0's profile has the times of all.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from hotloop.core.format import format_milliseconds
 from hotloop.core.patches import Patches
-from hotloop.core.records.profile import CTRL_C, GroupTime, ModuleTime, OptimizerUse, Profile, RankTime
+from hotloop.core.records.profile import CTRL_C, Profile, RankTime
 from hotloop.core.records.profile_terms import Phase
 from hotloop.core.reporter import Say
 from hotloop.data.feeds.feed import BatchTransform, Feed
 from hotloop.distributed.comm_stats import CommTime
 from hotloop.distributed.world import World
 from hotloop.distributed.wrappers.ddp import ParameterHost
-from hotloop.errors import PlanError, TrainingError
-from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
+from hotloop.errors import TrainingError
 from hotloop.lowering.build import lower
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.program import Program
@@ -35,12 +31,11 @@ from hotloop.lowering.steps.local_sgd import SYNC_EVERY, WeightAverage
 from hotloop.plan import BASELINE, Plan
 from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.phases import RANK_PHASES, Timeline, clock_for
-from hotloop.profiler.base.steps import DEFAULT_STEPS, Kind, Observer, ProfileFacts
-from hotloop.profiler.hooks.torch_hooks import with_callbacks, wrap_in_phase, wrap_rank_call
-from hotloop.profiler.session import LineObserver, ProfilerSession, make_observers
+from hotloop.profiler.base.steps import DEFAULT_STEPS, Observer, ProfileFacts
+from hotloop.profiler.hooks.torch_hooks import wrap_in_phase, wrap_rank_call
+from hotloop.profiler.session import ProfilerSession, make_observers
 from hotloop.profiler.step_sequence import ENOUGH_STEPS, LONGEST_S
 from hotloop.profiler.summary import summarize
-from hotloop.profiler.timers.module_names import ModuleName, OwnTime, enclosing_names, module_times
 from hotloop.profiler.timers.modules import ClockOwner, ModuleClock
 from hotloop.profiler.trace.inductor_kernels import CompilationRecorder, NodeLabels
 from hotloop.task import Task
@@ -73,14 +68,7 @@ def record_task(
 
     Raises:
         HotloopError: the Task can't run under the plan.
-        PlanError: a trace under a plan that runs no torch operators.
     """
-    if trace is not None and plan.engine == "arrays":
-        raise PlanError(
-            "a trace under engine=arrays, which runs no torch operators",
-            expected="engine=eager",
-            fix="leave out the trace",
-        )
     with _record_compilations(plan) as compilations:
         program = lower(task, plan, say)
         try:
@@ -157,15 +145,13 @@ def _profile(
     if stopped and profile.step_ms is None:
         raise KeyboardInterrupt  # nothing was measured
     splits = program.parts.splits
-    update: dict[str, Any] = {"engine": plan.engine, "stopped": stopped, "seconds": time.monotonic() - began}
+    update: dict[str, Any] = {"stopped": stopped, "seconds": time.monotonic() - began}
     update |= {"samples_per_step": splits.batch_size, "one_batch": splits.batches == 1}
     profile = profile.model_copy(update=update)
     return profile if world.is_single else merge_rank_profiles(profile, measured, program.parts)
 
 
 def _observers(session: ProfilerSession, program: Program, trace: Path | None) -> list[Observer]:
-    if isinstance(program._step, ArraysStep):  # calls no torch operators
-        return [LineObserver(session), LayerClock(session, program._step)]
     if program.parts.world.is_single:
         return make_observers(session, trace)
     observers = make_observers(session, trace, program.model)
@@ -194,8 +180,6 @@ def _with_notes(facts: ProfileFacts, program: Program, *, known: bool) -> Profil
         parts = "its time is split by kernels" if known else "it has no phases and modules"
         facts.notes.append(f"the step runs as one compiled program: {parts}")
         facts.notes.append("each step includes checks and sums that training does once for many steps")
-    if isinstance(program._step, ArraysStep):
-        facts.notes.append("layers are written in array operations: each layer is timed as a whole")
     return facts
 
 
@@ -207,8 +191,6 @@ def _hook_program(program: Program, session: ProfilerSession) -> Iterator[None]:
     for name in ("_runner", "_replay"):
         if callable(getattr(program._step, name, None)):
             patches.patch(program._step, name, _phase_wrapper(session, "unattributed"))
-    if isinstance(program._step, ArraysStep):
-        _hook_arrays_step(session, program._step, patches)
     if not program.parts.world.is_single:
         hook_rank_calls(session, patches)
     try:
@@ -217,28 +199,6 @@ def _hook_program(program: Program, session: ProfilerSession) -> Iterator[None]:
         patches.undo()
         program.feed = feed
         program.parts.meter.ear = None
-
-
-_ARRAYS_PHASES: dict[str, Phase] = {
-    "_clear_gradients": "update",
-    "_arrays": "batch",
-    "_differentiate_loss": "loss",
-    "_clip_unscaled": "update",
-    "_update": "update",
-    "step_schedule": "update",
-    "update_average": "update",
-}
-
-
-def _hook_arrays_step(session: ProfilerSession, step: ArraysStep, patches: Patches) -> None:
-    for name, phase in _ARRAYS_PHASES.items():
-        patches.patch(step, name, _phase_wrapper(session, phase))
-    patches.patch(step.network.graph, "forward", _phase_wrapper(session, "forward"))
-    patches.patch(step.network.graph, "backward", _phase_wrapper(session, "backward"))
-    computing = with_callbacks(
-        session.is_training_thread, lambda args, kwargs: session.array_step_began(args[0]), lambda *ended: None
-    )
-    patches.patch(step, "_arrays", computing)
 
 
 def _phase_wrapper(session: ProfilerSession, phase: Phase) -> Callable[[Any], Any]:
@@ -384,110 +344,3 @@ def _format_ms(value: float | None) -> str:
 def _slowest_rank(ranks: Sequence[RankTime]) -> int | None:
     spent = [one.phases.get("waiting", 0.0) + one.phases.get("communication", 0.0) for one in ranks]
     return min(range(len(ranks)), key=spent.__getitem__) if any(spent) else None
-
-
-FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-
-LayerTimes = dict[tuple[str, Any], float]
-"""Milliseconds of a step: forward and backward by module path, updates by parameter id."""
-
-
-class LayerClock:
-    """Times each layer forward and backward, and the update of each parameter, in separate steps.
-
-    A function in the model's own forward counts to the module that calls the function, as in torch. On an accelerator
-    each layer is synchronized (untested on a GPU).
-    """
-
-    kinds: Sequence[Kind] = ("clocked",)
-
-    def __init__(self, session: ProfilerSession, step: ArraysStep) -> None:
-        self._session, self._step = session, step
-        self._patches = Patches()
-        self._now: LayerTimes = {}
-        self._steps: list[LayerTimes] = []
-
-    def begin(self) -> None:
-        self._now = defaultdict(float)
-        for call in self._step.network.calls:
-            for what in (FORWARD, BACKWARD):
-                self._patches.patch(call.layer, what, self._timed(what, lambda *args, path=call.path: path))
-        self._patches.patch(self._step, "_update_by", self._timed(UPDATE, lambda rule, parameter, *rest: id(parameter)))
-
-    def end(self) -> None:
-        self.drop()
-        self._steps.append(self._now)
-
-    def drop(self) -> None:
-        self._patches.undo()
-
-    def close(self) -> None:
-        self.drop()
-
-    def _timed(self, what: str, whose: Callable[..., Any]) -> Callable[[Any], Any]:
-        def make(original: Any) -> Any:
-            def call(*args: Any, **named: Any) -> Any:
-                began = time.perf_counter()
-                result = original(*args, **named)
-                if self._step.parts.device.type != "cpu":
-                    torch.accelerator.synchronize()
-                self._now[what, whose(*args)] += 1e3 * (time.perf_counter() - began)
-                return result
-
-            return call
-
-        return make
-
-    def records(self) -> dict[str, list[dict[str, Any]]]:
-        if not self._steps:
-            return {}
-        took = _middle_means(self._steps)
-        return {
-            "modules": [module.model_dump() for module in self._modules(took)],
-            "optimizers": [self._optimizer(took).model_dump()],
-        }
-
-    def _modules(self, took: LayerTimes) -> list[ModuleTime]:
-        network, model = self._step.network, self._step.parts.model
-        calls = Counter(call.path for call in network.calls if call.module is not None)
-        own = {
-            _module_name(path): OwnTime(took[FORWARD, path], took[BACKWARD, path], calls[path])
-            for path in dict.fromkeys(call.path for call in network.calls)
-        }
-        paths = {id(call.layer): call.path for call in network.calls}
-        updates: dict[str, float] = defaultdict(float)
-        for parameter, users in network.owned_modules:
-            for around in enclosing_names(_module_name(paths[id(users[0][0])])):
-                updates[around.path] += took.get((UPDATE, id(parameter)), 0.0)
-        kinds = {_module_name(path): type(module).__name__ for path, module in model.named_modules()}
-        modules = module_times(own, kinds, self._step_ms())
-        return [module.model_copy(update={"update_ms": updates.get(module.name, 0.0)}) for module in modules]
-
-    def _optimizer(self, took: LayerTimes) -> OptimizerUse:
-        optimizer = self._step.optimizer
-        groups = [
-            GroupTime(
-                name=str(group.get("name", number)),
-                tensors=len(group["params"]),
-                numbers=sum(value.numel() for value in group["params"]),
-                ms=sum(took.get((UPDATE, id(value)), 0.0) for value in group["params"]),
-            )
-            for number, group in enumerate(optimizer.param_groups)
-        ]
-        ms, kind = sum(group.ms or 0.0 for group in groups), type(optimizer).__name__
-        return OptimizerUse(kind=kind, where="", implementation="arrays", groups=groups, steps=1.0, ms=ms)
-
-    def _step_ms(self) -> float | None:
-        steps = [step.ms for step in self._session.facts.steps if step.kind == "instrumented" and step.ms]
-        return fmean(steps) if steps else None
-
-
-def _middle_means(steps: Sequence[LayerTimes]) -> LayerTimes:
-    """Means over the middle half of the steps by total time: unlike medians of parts, these add up."""
-    ordered = sorted(steps, key=lambda step: sum(step.values()))
-    middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
-    return {key: fmean(step.get(key, 0.0) for step in middle) for key in {key for step in middle for key in step}}
-
-
-def _module_name(path: str) -> ModuleName:
-    return ModuleName("model", path)

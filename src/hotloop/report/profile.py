@@ -180,15 +180,11 @@ def _describe_longer_step(one: RareUpdate) -> str:
 
 def modules_table(profile: Profile) -> Table:
     """Returns the module tree by name; small modules are counted in one row."""
-    has_updates = any(one.update_ms is not None for one in profile.modules)
-    rest = ("update", "share") if has_updates else ("share", "FLOPs", "bytes", "of limit")
-    shown = _wide_table("module", ("forward", "backward", *rest))
+    shown = _wide_table("module", ("forward", "backward", "share", "FLOPs", "bytes", "of limit"))
     rows = modules_to_show(profile.modules)
     for one in rows:
         share = format_percent(one.share)
         more = [share, format_flops(one.flops), format_bytes(one.bytes), format_percent(one.limit_share)]
-        if has_updates:
-            more = [format_time(one.update_ms), share]
         cells = (_label(one, profile.modules), format_time(one.forward_ms), format_time(one.backward_ms), *more)
         shown.add_row(*(Text(cell) for cell in cells))
     left = len(profile.modules) - len(rows)
@@ -311,7 +307,7 @@ def _remedies(profile: Profile) -> Iterator[RenderableType]:
         yield from (_indented(text, 3) for text in _details(one))
     if len(counted) > _REMEDIES:
         yield Text(f"{len(counted) - _REMEDIES} more: --json")
-    if not counted and profile.step_ms is not None and profile.engine == "eager":
+    if not counted and profile.step_ms is not None:
         yield Text(NOTHING_IN_TASK if profile.plan else NOTHING)
     yield from (Text(line) for line in profile.advice)
     notes = _alternate_causes([one for one in profile.remedies if one.note])

@@ -70,9 +70,6 @@ def study_lines(result: StudyResult) -> list[str]:
         shares = "   ".join(f"{name} {format_percent(share)}" for name, share in result.importance.items())
         lines.append(f"importance: {shares}")
     lines += [f"not exact: {reason}" for reason in result.inexact]
-    packed = [trial for trial in result.trials if trial.packed]
-    if packed or any(trial.alone for trial in result.trials):
-        lines.append(f"packed: {len(packed)} of {len(result.trials)} trials")
     lines += _winner_lines(result)
     return [*lines, f"study: {result.study}   page: {result.study}/study.html"]
 
@@ -84,7 +81,6 @@ def _winner_lines(result: StudyResult) -> list[str]:
     return [
         f"winner: trial {result.best}, {figure} {_number(result.winner.value)}, in {result.study}/best",
         f"repeat: {result.command}",
-        *(["the line trains the winner alone: equal by its proof, not bit by bit"] if result.winner.packed else []),
     ]
 
 

@@ -231,11 +231,11 @@ class TrainingLoop:
                 self.program.advance(1)
                 self.steps.add(self.program.position.step, self.program.read_sums())
 
-    def run_span(self, steps: int, spent_s: float = 0.0) -> None:
-        """Trains for up to `steps` steps of the epoch, which have taken `spent_s` seconds already."""
+    def run_span(self, steps: int) -> None:
+        """Trains for up to `steps` steps of the epoch."""
         before = self.program.position
         self.run.mark(before.step + steps)
-        started = time.perf_counter() - spent_s
+        started = time.perf_counter()
         try:
             outcome = self.program.advance(steps)
             sums = self.program.read_sums()

@@ -34,7 +34,7 @@ def check(
     """Returns whether a plan gives the same result as the baseline on its device, with the evidence.
 
     Args:
-        plan: a `Plan`, a TOML file, `auto` or `arrays`.
+        plan: a `Plan`, a TOML file or `auto`.
         device: overrides the plan's device.
         converge: also train to the end with this number of seeds, under the plan and the baseline, and compare the ends.
             If a training fails, or at Ctrl-C, the result has what was trained, and `convergence.ended` says why.

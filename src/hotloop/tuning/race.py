@@ -62,7 +62,7 @@ def race(
     """Measures plans side by side on this machine, and returns which finishes this run first.
 
     Args:
-        plans: `baseline`, `auto`, `arrays`, TOML files or `Plan` values; the same one twice is raced against itself.
+        plans: `baseline`, `auto`, TOML files or `Plan` values; the same one twice is raced against itself.
         baseline: the plan that the others are compared with; it always takes part.
         devices: race each plan on each device, such as `["cpu", "cuda"]`; default the device of each plan.
         time_limit: for preparing, measuring and proving, such as `60s`; default 60 s for measuring alone.

@@ -59,8 +59,6 @@ def skipped_hints(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[tupl
 def open_questions(facts: TaskFacts, plan: Plan) -> list[str]:
     """Returns what only lowering finds out, from data and model."""
     found = []
-    if plan.engine == "arrays":
-        found.append("engine=arrays: whether the model's modules, the loss and the optimizer are all supported")
     if plan.residency != "stream" and facts.data == "Samples":
         found.append(f"residency={plan.residency}: whether the data set fits, and gives the same sample each time")
     if plan.compile != "none":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ class RunContext:
         plan_searches: results of races and proofs that chose the plan, in order; the search of a plan adds to the list.
         has_reports: draw the learning curves and write TensorBoard's files when training stops.
         program: a Program that is lowered already, in place of one by the plan.
-        drive: trains by the training loop to its end, in place of the loop itself.
         is_live: `auto` searches while the run trains, where that is possible, and not before its first step.
         candidates: plans for the search of a live run; the choice of the first plan adds to the list.
         replay: a run whose plans this run uses at the same steps.
@@ -68,7 +67,6 @@ class RunContext:
     has_reports: bool = True
     plan_searches: list[Verdict] = field(default_factory=list)
     program: Program | None = None
-    drive: Callable[[Any], Any] | None = None
     is_live: bool = False
     replay: Path | None = None
     candidates: list[Plan] = field(default_factory=list)

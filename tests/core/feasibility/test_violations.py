@@ -58,8 +58,6 @@ REFUSED = {
     "cuDNN on a CPU": (CPU, CONVOLVES, TIMED, ("cuDNN is for CUDA devices", "cudnn=default")),
     "cuDNN on a Mac": (MAC, CONVOLVES, {"device": "mps", **TIMED}, ("not for mps", "cudnn=default")),
     "cuDNN without a convolution": (GPU, {}, {**ON_GPU, **TIMED}, ("the model has no convolution", "cudnn=default")),
-    "cuDNN for arrays": (GPU, CONVOLVES, {**ON_GPU, **TIMED, "engine": "arrays"}, ("don't call cuDNN", "engine=eager")),
-    "arrays rewritten": (CPU, {}, {"engine": "arrays", "rewrites": "all"}, ("captured step", "rewrites=none")),
     "graphs on a CPU": (CPU, {}, {"graphs": "step"}, ("graphs are for CUDA devices", "graphs=none")),
     "graphs on a Mac": (MAC, {}, {"device": "mps", "graphs": "step"}, ("not for mps",)),
     "several steps in one replay": (GPU, {}, {**ON_GPU, "graphs": 8}, ("the data must be stored there", "residency=device")),
@@ -85,7 +83,6 @@ REFUSED = {
     "ranks of a package": (CPU, {}, {**RANKS, "compile": "package"}, ("on several ranks are untested", "parallel=none")),
     "ranks that record": (GPU, {}, {**GRAPHS, **RANKS}, ("untested", "graphs=none")),
     "ranks in pieces": (CPU, {}, {**RANKS, "accumulation": 2}, ("cut each batch into parts already", "accumulation=1")),
-    "ranks of arrays": (CPU, {}, {**RANKS, "engine": "arrays"}, ("what autograd computes", "engine=eager")),
     "ranks of a stream": (CPU, {"data": "Stream"}, RANKS, ("may differ between ranks", "parallel=none")),
     "more ranks than samples": (CPU, {}, {"parallel": "data", "ranks": 65}, ("batch of 64", "ranks=64")),
     "more microbatches than samples": (CPU, {}, {**STAGES, "microbatches": 65}, ("batch of 64", "microbatches=64")),
@@ -96,7 +93,6 @@ REFUSED = {
     "ranks on a Mac": (MAC, {}, {"device": "mps", **RANKS}, ("gloo or NCCL", "--device cpu")),
     "modules apart, compiled": (GPU, {}, {**APART, "compile": "step"}, ("runs on one device", "compile=none")),
     "modules apart in a graph": (GPU, {}, {**GRAPHS, **APART}, ("runs on one device", "placement=none")),
-    "modules apart in arrays": (GPU, {}, {**APART, "engine": "arrays"}, ("on one device", "engine=eager")),
     "modules apart on ranks": (GPU, {}, {**APART, **RANKS}, ("a rank has one device", "parallel=none")),
     "modules apart with workers": (GPU, {}, {**APART, "parallel": "async"}, ("one device", "placement=none")),
     "a module where nothing is": (GPU, {}, {"placement": "head=cuda:1"}, ("no cuda:1 for 'head'", "has cpu, cuda:0")),
@@ -105,17 +101,6 @@ REFUSED = {
     ),
     "modules apart with LBFGS": (GPU, LBFGS, APART, ("LBFGS", "one device", "another optimizer")),
     "more pieces than samples": (CPU, {}, {"accumulation": 65}, ("batch of 64", "65 pieces", "accumulation=64")),
-    "arrays in reduced precision": (
-        CPU_BF16, {}, {"engine": "arrays", "precision": "bf16"}, ("the model's own numbers", "precision=default"),
-    ),
-    "arrays compiled": (CPU, {}, {"engine": "arrays", "compile": "step"}, ("torch's operations", "compile=none")),
-    "arrays in a graph": (GPU, {}, {**GRAPHS, "engine": "arrays"}, ("torch's operations", "graphs=none")),
-    "arrays in another layout": (CPU, {}, {"engine": "arrays", "layout": "channels_last"}, ("layout=contiguous",)),
-    "arrays with torch's update": (CPU, {}, {"engine": "arrays", "optimizer": "fused"}, ("optimizer=default",)),
-    "arrays in pieces": (CPU, {}, {"engine": "arrays", "accumulation": 2}, ("accumulation=1",)),
-    "arrays with torch's threads": (CPU, {}, {"engine": "arrays", "threads": 1}, ("threads=none",)),
-    "arrays on a Mac's GPU": (MAC, {}, {"engine": "arrays", "device": "mps"}, ("NumPy's or CuPy's", "--device cpu")),
-    "arrays with LBFGS": (CPU, LBFGS, {"engine": "arrays"}, ("LBFGS calls the loss itself", "engine=eager")),
     "LBFGS in pieces": (CPU, LBFGS, {"accumulation": 2}, ("LBFGS calls the loss itself", "accumulation=1")),
 }  # fmt: skip
 
@@ -167,8 +152,6 @@ RUNS = {
     "pieces compiled": (CPU, {}, {"compile": "step", "accumulation": 2}),
     "fp16 with its update apart": (GPU, {}, {**ON_GPU, "compile": "forward", "precision": "fp16"}),
     "an implementation that's there": (CPU, {}, {"optimizer": "fused"}),
-    "arrays on the CPU": (CPU, {}, {"engine": "arrays", "residency": "device", "workers": 2}),
-    "arrays on NVIDIA's": (GPU, {}, {**ON_GPU, "engine": "arrays"}),
     "modules apart": (GPU, {}, {**APART, "accumulation": 2, "layout": "channels_last", "residency": "host"}),
     "modules on a device without its number": (GPU, {}, {"placement": "head=cuda"}),
     "modules on one kind of devices in bf16": (GPU, {}, {**ON_GPU, "placement": "head=cuda:0", "precision": "bf16"}),
@@ -214,7 +197,6 @@ def test_the_table_names_every_value_that_cannot_be_run_and_no_other() -> None:
     assert {
         (one.axis, one.value) for one in infeasible_values(BASELINE, facts(**LBFGS, images=False), NO_COMPILER)
     } == {
-        ("engine", "arrays"),
         *(("device", "mps"), ("device", "xpu")),
         *(("precision", "tf32"), ("precision", "bf16"), ("precision", "fp16")),
         ("layout", "channels_last"),
@@ -234,7 +216,7 @@ def test_the_table_goes_by_what_is_set() -> None:
 
 @pytest.mark.parametrize("axis", Plan.model_fields)
 def test_a_plain_plan_differs_only_in_where_it_runs(axis: str) -> None:
-    other = {"engine": "arrays", "device": "cuda:0", "precision": "bf16", "layout": "channels_last", "residency": "host",
+    other = {"device": "cuda:0", "precision": "bf16", "layout": "channels_last", "residency": "host",
              "compile": "step", "rewrites": "all", "graphs": 2, "optimizer": "fused", "accumulation": 2, "workers": 1,
              "threads": 1, "parallel": "data", "ranks": 2, "sync_every": 2, "staleness": 1, "workforce": "ray",
              "pipeline": "gpipe", "microbatches": 2, "split": "1", "placement": "1=cpu", "allocator": "keep", "cudnn": "benchmark"}  # fmt: skip

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import hotloop
 from hotloop.core.task_parts import models
 from hotloop.core.task_parts.models import evaluation_mode, modules_in_eval, set_training
-from hotloop.errors import PlanError, TaskError
 from hotloop.plan import Plan
 from hotloop.training.run import Run
 from tests.support.plain_loops import assert_equal_weights, difference_of_resumed, fitted, plain_loop
@@ -176,20 +175,6 @@ def test_a_callback_that_evaluates_the_model_leaves_a_frozen_norm_frozen(tmp_pat
     switch = Switch(lambda model: model.eval().train(), frozen_norm)
     run = fitted(a_task(model=switch.model, callbacks=[switch], epochs=3), tmp_path / "run")
     assert int(last_state(run).buffers["1.num_batches_tracked"]) == 0
-
-
-def test_arrays_refuse_a_frozen_norm_in_one_line() -> None:
-    with pytest.raises(PlanError, match=r"'1' \(BatchNorm1d\), which stays in evaluation mode") as caught:
-        hotloop.lower(a_task(model=frozen_norm), Plan(engine="arrays"))
-    assert "\n" not in str(caught.value)
-
-
-def test_arrays_refuse_a_module_that_a_callback_switches() -> None:
-    program = hotloop.lower(a_task(model=normed), Plan(engine="arrays"))
-    program.schedule_recheck([lambda view: None])
-    program.model[1].eval()  # type: ignore[index]
-    with pytest.raises(TaskError, match="a callback puts '1' into evaluation mode"):
-        program.advance(1)
 
 
 # --- merging

@@ -314,7 +314,7 @@ def test_plans_train_wrappers_as_the_baseline_does(axes: dict[str, Any]) -> None
     found.close()
 
 
-@pytest.mark.parametrize("axes", [{"compile": "step"}, {"engine": "arrays"}, {"optimizer": "fused"}], ids=str)
+@pytest.mark.parametrize("axes", [{"compile": "step"}, {"optimizer": "fused"}], ids=str)
 def test_plans_that_can_not_take_a_wrapper_say_so_in_one_line(axes: dict[str, Any]) -> None:
     with pytest.raises(PlanError) as caught:
         hotloop.lower(a_task(model=network, optimizer=OPTIMIZERS["lookahead"]), Plan(**axes))

@@ -133,7 +133,7 @@ def constant(optimizer: torch.optim.Optimizer) -> Any:
 
 @pytest.mark.parametrize("schedule", [None, constant])
 @pytest.mark.parametrize("name", AROUND)
-@pytest.mark.parametrize("plan", [*WHOLE, Plan(engine="arrays")], ids=Plan.brief)
+@pytest.mark.parametrize("plan", WHOLE, ids=Plan.brief)
 @pytest.mark.usefixtures("stand_in")
 def test_what_stands_around_an_update_is_refused_where_it_would_not_be_called(
     plan: Plan, name: str, schedule: Any
@@ -144,7 +144,7 @@ def test_what_stands_around_an_update_is_refused_where_it_would_not_be_called(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("plan", [Plan(compile="step"), Plan(engine="arrays")], ids=Plan.brief)
+@pytest.mark.parametrize("plan", [Plan(compile="step")], ids=Plan.brief)
 def test_a_hook_around_all_optimizers_counts(plan: Plan) -> None:
     handle = register_optimizer_step_post_hook(clamp)
     try:
@@ -217,14 +217,6 @@ def test_auto_goes_on_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert program.parts.plan.compile == "none"
     assert any("leaves out compile=package: " in line and "a hook around SGD.step" in line for line in said)
-
-
-def test_arrays_refuse_a_hook_that_is_hung_up_later_at_the_next_step() -> None:
-    program = hotloop.lower(a_task(), Plan(engine="arrays"))
-    program.advance(1)
-    program.optimizer.register_step_post_hook(clamp)
-    with pytest.raises(PlanError, match="the hooks of SGD"):
-        program.advance(1)
 
 
 LATER: dict[str, Callable[[Program], Any]] = {

@@ -309,7 +309,6 @@ def test_a_program_of_ones_own_has_no_workers() -> None:
     "axes",
     [
         {"compile": "step"},
-        {"engine": "arrays"},
         {"residency": "host"},
         {"workers": 2},
         {"precision": "fp16"},

@@ -334,7 +334,6 @@ def test_each_optimizer_has_the_form_of_the_plan(form: Any) -> None:
         {"compile": "forward"},
         {"compile": "package"},
         {"accumulation": 2},
-        {"engine": "arrays"},
         {"precision": "fp16"},
         {"graphs": "step"},
     ],

@@ -287,15 +287,13 @@ def test_the_bar_and_the_tables_agree_about_the_update() -> None:
         dict(kind=kind, where="t.py:1", implementation="forloop", groups=[group], steps=1.0, ms=ms)
         for kind, ms in (("Adam", 1.0), ("SGD", 0.6))
     ]
-    model = dict(name="", kind="Net", calls=1, forward_ms=6.0, backward_ms=0.0, update_ms=2.61, share=0.6)
+    model = dict(name="", kind="Net", calls=1, forward_ms=6.0, backward_ms=0.0, share=0.6)
     found = summarize(
         ProfileFacts(torch=True, trained=9, updates=9, steps=steps, optimizers=used, modules=[model]), "t.py"
     )
-    update_ms = found.phases["update"]
-    assert update_ms == pytest.approx(4.0)
+    assert found.phases["update"] == pytest.approx(4.0)
     assert [one.ms for one in found.optimizers] == [pytest.approx(1.0), pytest.approx(0.6)]
     assert [group.ms for one in found.optimizers for group in one.groups] == [pytest.approx(1.0)] * 2
     text = io.StringIO()
     Console(file=text, width=120).print(profile_page(found))
     assert "The rest of the update (zero_grad, clipping, schedules): 2.4 ms a step." in text.getvalue()
-    assert found.modules[0].update_ms == pytest.approx(update_ms)

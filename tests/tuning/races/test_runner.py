@@ -13,7 +13,6 @@ from torch import nn
 from hotloop.core.state import differing_paths
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program
-from hotloop.plan import Plan
 from hotloop.tuning.races.measure import Contender, measure
 from hotloop.tuning.races.runner import Runner, mean_feed_time, measure_peak_memory
 from tests.support.programs import a_task
@@ -122,12 +121,6 @@ def test_peak_memory_of_a_step() -> None:
         for w in (10, 1000)
     )
     assert small and large and large - small > 2 * 5 * 990 * 4
-
-
-def test_peak_memory_of_arrays_is_not_known() -> None:
-    """Nor is it next to none, as what torch holds of them would say."""
-    task = a_task(model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 3)))
-    assert measure_peak_memory(lower(task, Plan(engine="arrays", device="cpu"))) is None
 
 
 def test_feeding_alone_is_timed() -> None:

@@ -65,7 +65,6 @@ class ModuleTime(Record):
         calls: per step.
         forward_ms, backward_ms: with inner modules; None if unknown.
         own_forward_ms, own_backward_ms: without inner modules.
-        update_ms: of its parameters, with inner modules; None if the update isn't split by module.
         share: of the step's time, forward and backward with inner modules.
         flops, bytes: per step, forward and backward with inner modules; None if unknown.
         limit_share: time at this machine's measured limits over the measured time; None if unknown.
@@ -79,7 +78,6 @@ class ModuleTime(Record):
     backward_ms: float | None
     own_forward_ms: float | None = None
     own_backward_ms: float | None = None
-    update_ms: float | None = None
     share: float
     flops: float | None = None
     bytes: float | None = None
@@ -358,7 +356,7 @@ class Profile(Record):
         source: the Task's reference, or the script.
         busy: a remark on other programs that used the cores; empty if they don't matter.
         plan: a short description; empty for a script.
-        engine, device: of the plan; a script's engine is `eager`.
+        device: of the plan.
         steps: observed training steps; 0 if no steps were recognised, and times are of the whole observed part.
         step_where: the line that ends a step.
         step_ms: median wall time between the ends of clean steps, without `apart`.
@@ -386,7 +384,6 @@ class Profile(Record):
     version: int = 1
     source: str
     plan: str = ""
-    engine: Literal["eager", "arrays"] = "eager"
     device: str = "cpu"
     steps: int
     step_where: str = ""

@@ -56,8 +56,7 @@ class StudyRecord(Record):
         epochs: the largest number of epochs of a trial.
         rungs: epochs after which trials are compared for pruning.
         task_epochs, task_seed: values of the Task.
-        pack: the largest number of trials that train together in one program; 0 for none.
-        trials: number of trials that the study began with; 0 if it isn't recorded.
+        trials: number of trials that the study began with.
     """
 
     version: int = 1
@@ -81,7 +80,6 @@ class StudyRecord(Record):
     rungs: list[int]
     task_epochs: int
     task_seed: int
-    pack: int = 0
     trials: int = 0
     versions: dict[str, str]
 
@@ -97,9 +95,6 @@ class TrialProgress(Record):
         error: the line of the error that ended the run; empty without one.
         inexact: why a resumed run may differ from an uninterrupted run.
         step_ms: mean time of a training step in the last epoch; `memory_bytes`: the largest memory of the process.
-        packed: numbers of the trials in the same pack; empty for a run alone.
-        proof: how far the packed step is from the step alone.
-        alone: why a run of a study with packs trains alone.
     """
 
     number: int
@@ -113,41 +108,6 @@ class TrialProgress(Record):
     seconds: float = 0.0
     step_ms: float | None = None
     memory_bytes: int | None = None
-    packed: list[int] = Field(default=[])
-    proof: str = ""
-    alone: str = ""
-
-
-class PackMember(Record):
-    """A run of a trial in a pack."""
-
-    number: int
-    repeat: int
-    params: dict[str, Value] = Field(default={})
-
-
-class PackPlan(Record):
-    """The packs of a round, decided before its first step.
-
-    Attributes:
-        packs: the members of each pack.
-        alone: the runs that train alone, with the reason of each.
-    """
-
-    packs: list[list[PackMember]]
-    alone: list[tuple[PackMember, str]]
-
-
-class PackProof(Record):
-    """The proof of a pack, stored before its first step.
-
-    Attributes:
-        proofs: of each member in the pack.
-        alone: the members that train alone, with the reason of each.
-    """
-
-    proofs: list[tuple[PackMember, str]]
-    alone: list[tuple[PackMember, str]]
 
 
 TrialState = Literal["running", "complete", "pruned", "continued", "failed"]
@@ -165,9 +125,6 @@ class TrialRecord(Record):
         runs: run folders, one for each repeat.
         curve: the monitored figure of each epoch, as the mean over the repeats.
         feasible: whether the constraints are met.
-        packed: numbers of the trials that were trained in one program with this one; empty for a trial alone.
-        proof: how far the packed step is from the step alone.
-        alone: why a trial of a study with packs trained alone.
     """
 
     number: int
@@ -180,9 +137,6 @@ class TrialRecord(Record):
     runs: list[str] = Field(default=[])
     curve: list[float] = Field(default=[])
     feasible: bool = True
-    packed: list[int] = Field(default=[])
-    proof: str = ""
-    alone: str = ""
 
 
 class StudyResult(Record):

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotloop import arrays
+from hotloop.arrays.activations import Activation, sigmoid
 from hotloop.explainer.layers.equation import (
     EquationTerm,
     Formula,
     FunctionCall,
     LayerEquations,
     NotCovered,
+    one_operand,
     ones_like,
     sum_to_shape,
 )
@@ -36,46 +39,31 @@ class ActivationCurve:
     flops: tuple[int, int] = (1, 2)
 
 
-def _gauss(x: Tensor) -> Tensor:
-    return torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-
-
-def _normal(x: Tensor) -> Tensor:
-    return (1 + torch.erf(x / math.sqrt(2))) / 2
-
-
-def _logistic(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
+def _of(layer: Activation, text: str, slope_text: str, flops: tuple[int, int] = (1, 2)) -> ActivationCurve:
+    """Returns the curve of a layer of `hotloop.arrays`."""
+    return ActivationCurve(text, slope_text, layer.value, lambda x: layer.slope(x, layer.value(x)), flops)
 
 
 CURVES: dict[str, ActivationCurve] = {
-    "relu": ActivationCurve("max(X, 0)", "[X > 0]", lambda x: x * (x > 0), lambda x: 1.0 * (x > 0)),
+    "relu": _of(arrays.ReLU(), "max(X, 0)", "[X > 0]"),
     "relu6": ActivationCurve(
         "min(max(X, 0), 6)", "[0 < X < 6]", lambda x: x.clamp(0, 6), lambda x: 1.0 * ((x > 0) & (x < 6))
     ),
-    "sigmoid": ActivationCurve(
-        "s = 1 / (1 + exp(-X))", "s (1 - s)", _logistic, lambda x: _logistic(x) * _logistic(-x), (3, 4)
-    ),
-    "tanh": ActivationCurve("tanh X", "(1 - tanh^2 X)", torch.tanh, lambda x: 1 - torch.tanh(x) ** 2, (1, 3)),
-    "silu": ActivationCurve(
-        "X s(X), s the sigmoid",
-        "s(X) (1 + X (1 - s(X)))",
-        lambda x: x * _logistic(x),
-        lambda x: _logistic(x) * (1 + x * _logistic(-x)),
-        (4, 7),
-    ),
+    "sigmoid": _of(arrays.Sigmoid(), "s = 1 / (1 + exp(-X))", "s (1 - s)", (3, 4)),
+    "tanh": _of(arrays.Tanh(), "tanh X", "(1 - tanh^2 X)", (1, 3)),
+    "silu": _of(arrays.SiLU(), "X s(X), s the sigmoid", "s(X) (1 + X (1 - s(X)))", (4, 7)),
     "log_sigmoid": ActivationCurve(
         "-log(1 + exp(-X))",
         "1 / (1 + exp(X))",
         lambda x: -torch.logaddexp(-x, torch.zeros_like(x)),
-        lambda x: _logistic(-x),
+        lambda x: sigmoid(-x),
         (4, 4),
     ),
     "mish": ActivationCurve(
         "X t, t = tanh(log(1 + exp X))",
         "t + X (1 - t^2) s(X), s the sigmoid",
         lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
-        lambda x: (t := torch.tanh(torch.log1p(torch.exp(x)))) + x * (1 - t * t) * _logistic(x),
+        lambda x: (t := torch.tanh(torch.log1p(torch.exp(x)))) + x * (1 - t * t) * sigmoid(x),
         (5, 9),
     ),
     "hardswish": ActivationCurve(
@@ -113,21 +101,12 @@ def curve_with_settings(call: FunctionCall) -> ActivationCurve:
         return CURVES[name]
     if name == "leaky_relu":
         slope = call.get(1, "negative_slope", 0.01)
-        return ActivationCurve(
-            f"X where X > 0, else {slope:g} X",
-            f"1 where X > 0, else {slope:g}",
-            lambda x: torch.where(x > 0, x, slope * x),
-            lambda x: slope + (1 - slope) * (x > 0).to(x.dtype),
-        )
+        text, slope_text = f"X where X > 0, else {slope:g} X", f"1 where X > 0, else {slope:g}"
+        return _of(arrays.LeakyReLU(slope), text, slope_text)
     if name == "elu":
         alpha = call.get(1, "alpha", 1.0)
-        return ActivationCurve(
-            f"X where X > 0, else {alpha:g} (exp X - 1)",
-            f"1 where X > 0, else {alpha:g} exp X",
-            lambda x: torch.where(x > 0, x, alpha * torch.expm1(x.clamp(max=0))),
-            lambda x: torch.where(x > 0, 1.0, alpha * torch.exp(x.clamp(max=0))),
-            (2, 3),
-        )
+        text, slope_text = f"X where X > 0, else {alpha:g} (exp X - 1)", f"1 where X > 0, else {alpha:g} exp X"
+        return _of(arrays.ELU(alpha), text, slope_text, (2, 3))
     if name == "softplus":
         beta, threshold = call.get(1, "beta", 1), call.get(2, "threshold", 20)
         return ActivationCurve(
@@ -136,7 +115,7 @@ def curve_with_settings(call: FunctionCall) -> ActivationCurve:
             lambda x: torch.where(
                 x * beta > threshold, x, torch.log1p(torch.exp((x * beta).clamp(max=threshold))) / beta
             ),
-            lambda x: torch.where(x * beta > threshold, 1.0, _logistic(x * beta)),
+            lambda x: torch.where(x * beta > threshold, 1.0, sigmoid(x * beta)),
             (5, 5),
         )
     if name == "gelu":
@@ -157,13 +136,7 @@ def curve_with_settings(call: FunctionCall) -> ActivationCurve:
 
 def _gelu(approximate: str) -> ActivationCurve:
     if approximate == "none":
-        return ActivationCurve(
-            "X Phi(X), Phi the normal distribution's",
-            "Phi(X) + X phi(X)",
-            lambda x: x * _normal(x),
-            lambda x: _normal(x) + x * _gauss(x),
-            (4, 8),
-        )
+        return _of(arrays.GELU(), "X Phi(X), Phi the normal distribution's", "Phi(X) + X phi(X)", (4, 8))
     c, k = math.sqrt(2 / math.pi), 0.044715
 
     def slope(x: Tensor) -> Tensor:
@@ -205,11 +178,8 @@ def activation(call: FunctionCall) -> LayerEquations:
     x, dz, curve = call.tensor(0, "input"), call.dz, curve_with_settings(call)
     size = x.numel()
     slope = curve.slope_text if " " not in curve.slope_text or curve.slope_text[0] in "([" else f"({curve.slope_text})"
-    return LayerEquations(
-        {"X": x},
-        [EquationTerm("Z", curve.text, lambda: curve.value(x), curve.flops[0] * size, [x])],
-        [EquationTerm("dX", f"dZ * {slope}", lambda: dz * curve.slope(x), curve.flops[1] * size, [dz, x])],
-    )
+    z = (curve.text, lambda: curve.value(x), curve.flops[0] * size)
+    return one_operand(x, z, (f"dZ * {slope}", lambda: dz * curve.slope(x), curve.flops[1] * size), [dz, x])
 
 
 def _operands(call: FunctionCall, *, reverse: bool = False) -> tuple[Any, Any]:
@@ -239,15 +209,12 @@ def _binary(
                 [dz, *(tensors if flops else [])] if flops or stretched else [],  # else dZ is passed on
             )
         )
-    return LayerEquations(named, [EquationTerm("Z", z[0], z[1], z[2] * dz.numel(), tensors)], backward, _numbers(a, b))
+    notes = [f"{name} is {value:g}" for name, value in (("A", a), ("B", b)) if isinstance(value, int | float)]
+    return LayerEquations(named, [EquationTerm("Z", z[0], z[1], z[2] * dz.numel(), tensors)], backward, notes)
 
 
 def _broadcast(factor: Callable[[Tensor], Tensor], dz: Tensor, shape: torch.Size) -> Tensor:
     return sum_to_shape(factor(dz), shape)
-
-
-def _numbers(a: Any, b: Any) -> list[str]:
-    return [f"{name} is {value:g}" for name, value in (("A", a), ("B", b)) if isinstance(value, int | float)]
 
 
 def addition(call: FunctionCall) -> LayerEquations:
@@ -313,10 +280,7 @@ def maximum(call: FunctionCall) -> LayerEquations:
 
 FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(CURVES, activation),
-    **dict.fromkeys(
-        ["leaky_relu", "elu", "softplus", "gelu", "clamp", "clip", "hardtanh", "clamp_min", "clamp_max", "pow"],
-        activation,
-    ),
+    **dict.fromkeys(WITH_SETTINGS, activation),
     **dict.fromkeys(["add", "sub", "rsub"], addition),
     "mul": multiplication,
     **dict.fromkeys(["div", "rdiv"], division),

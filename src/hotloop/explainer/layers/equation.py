@@ -84,6 +84,14 @@ class NotCovered(Exception):
 
 Formula = Callable[[FunctionCall], LayerEquations]
 
+Side = tuple[str, Callable[[], Tensor], float]
+"""The right side of an equation: its text, its value and its FLOPs."""
+
+
+def one_operand(x: Tensor, z: Side, dx: Side, reads: Sequence[Tensor], notes: Sequence[str] = ()) -> LayerEquations:
+    """Returns the equations of a function of one tensor; `reads` are the tensors that dX reads."""
+    return LayerEquations({"X": x}, [EquationTerm("Z", *z, [x])], [EquationTerm("dX", *dx, reads)], list(notes))
+
 
 def dot_flops(rows: int, inner: int, columns: int) -> float:
     """Returns the FLOPs of a matrix product (rows, inner) by (inner, columns)."""

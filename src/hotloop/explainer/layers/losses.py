@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hotloop.arrays.activations import sigmoid
 from hotloop.explainer.layers.equation import (
     EquationTerm,
     Formula,
@@ -51,33 +52,19 @@ def cross_entropy(call: FunctionCall) -> LayerEquations:
     together, dz, words = _reduction(call, 3, count, call.dz)
     log_p = x - x.logsumexp(along, keepdim=True)
     per_term = dz if dz.ndim == 0 else dz.unsqueeze(along)
-    reads = [x, target]
     notes = ["Y: one-hot rows of the targets" if by_class else "Y: the targets"]
     if by_class and not bool(used.all()):
         notes.append(f"{int((~used).sum())} targets are {ignored}: ignored")
     if smooth:
         notes.append(f"Y smoothed by {smooth:g}")
+    z = (f"-sum of Y * log softmax X{words}", lambda: together(-(y * log_p).sum(along)), 7 * x.numel())
+    dx = (
+        f"(softmax X - Y) dZ{words}",
+        lambda: (log_p.exp() * y.sum(along, keepdim=True) - y) * per_term,
+        3 * x.numel(),
+    )
     return LayerEquations(
-        {"X": x},
-        [
-            EquationTerm(
-                "Z",
-                f"-sum of Y * log softmax X{words}",
-                lambda: together(-(y * log_p).sum(along)),
-                7 * x.numel(),
-                reads,
-            )
-        ],
-        [
-            EquationTerm(
-                "dX",
-                f"(softmax X - Y) dZ{words}",
-                lambda: (log_p.exp() * y.sum(along, keepdim=True) - y) * per_term,
-                3 * x.numel(),
-                [*reads, call.dz],
-            )
-        ],
-        notes,
+        {"X": x}, [EquationTerm("Z", *z, [x, target])], [EquationTerm("dX", *dx, [x, target, call.dz])], notes
     )
 
 
@@ -130,7 +117,8 @@ def _pointwise_terms(call: FunctionCall) -> tuple[_Terms, int]:
             5,
             4,
         ), 2
-    if call.get(2, "weight") is not None or call.options.get("pos_weight") is not None or _has_weights(call):
+    pos_weight = call.get(3, "pos_weight") if name.endswith("with_logits") else None
+    if call.get(2, "weight") is not None or pos_weight is not None:
         raise NotCovered("its terms are weighted")
     if name == "binary_cross_entropy":
         return (
@@ -145,14 +133,10 @@ def _pointwise_terms(call: FunctionCall) -> tuple[_Terms, int]:
         "log(1 + exp X) - X Y",
         lambda x, y: torch.logaddexp(x, torch.zeros_like(x)) - x * y,
         "sigmoid X - Y",
-        lambda x, y: 1 / (1 + torch.exp(-x)) - y,
+        lambda x, y: sigmoid(x) - y,
         5,
         5,
     ), 4
-
-
-def _has_weights(call: FunctionCall) -> bool:
-    return call.name == "binary_cross_entropy_with_logits" and call.get(3, "pos_weight") is not None
 
 
 def pointwise_loss(call: FunctionCall) -> LayerEquations:
@@ -162,38 +146,17 @@ def pointwise_loss(call: FunctionCall) -> LayerEquations:
         raise NotCovered("its target needs a gradient")
     (text, value, slope_text, slope, forward, backward), place = _pointwise_terms(call)
     together, dz, words = _reduction(call, place, x.numel(), call.dz)
-    return LayerEquations(
-        named_operands(X=x, Y=y),
-        [
-            EquationTerm(
-                "Z",
-                f"sum of {text}{words}" if words else text,
-                lambda: together(value(x, y)),
-                forward * x.numel(),
-                [x, y],
-            )
-        ],
-        [
-            EquationTerm(
-                "dX", f"({slope_text}) dZ{words}", lambda: slope(x, y) * dz, backward * x.numel(), [x, y, call.dz]
-            )
-        ],
-    )
+    z = (f"sum of {text}{words}" if words else text, lambda: together(value(x, y)), forward * x.numel())
+    dx = (f"({slope_text}) dZ{words}", lambda: slope(x, y) * dz, backward * x.numel())
+    terms = [EquationTerm("Z", *z, [x, y])], [EquationTerm("dX", *dx, [x, y, call.dz])]
+    return LayerEquations(named_operands(X=x, Y=y), *terms)
 
+
+_POINTWISE = "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
 
 FORMULAS: dict[str, Formula] = {
     "cross_entropy_loss": cross_entropy,
     "nll_loss": negative_log_likelihood,
     "nll_loss_nd": negative_log_likelihood,
-    **dict.fromkeys(
-        [
-            "mse_loss",
-            "l1_loss",
-            "smooth_l1_loss",
-            "huber_loss",
-            "binary_cross_entropy",
-            "binary_cross_entropy_with_logits",
-        ],
-        pointwise_loss,
-    ),
+    **dict.fromkeys(_POINTWISE.split(), pointwise_loss),
 }

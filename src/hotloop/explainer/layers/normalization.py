@@ -40,13 +40,16 @@ class NormalizedInput:
         return value.mean(list(self.statistics_dims), keepdim=True)
 
     @property
+    def centred(self) -> Tensor:
+        return self.x - self.mean(self.x) if self.is_centred else self.x
+
+    @property
     def rstd(self) -> Tensor:
-        x = self.x - self.mean(self.x) if self.is_centred else self.x
-        return 1 / torch.sqrt(self.mean(x * x) + self.eps)
+        return 1 / torch.sqrt(self.mean(self.centred**2) + self.eps)
 
     @property
     def normal(self) -> Tensor:
-        return (self.x - self.mean(self.x) if self.is_centred else self.x) * self.rstd
+        return self.centred * self.rstd
 
     def forward(self) -> Tensor:
         scaled = self.normal if self.weight is None else self.normal * self.weight
@@ -68,34 +71,15 @@ def _normalization_equations(
     share = f"{name} * mean({dn} * {name})"
     text = f"({dn} - mean({dn}) - {share}) / std" if seen.is_centred else f"({dn} - {share}) / rms"
     forward_flops, backward_flops = (_FORWARD, _BACKWARD) if seen.is_centred else (_RMS_FORWARD, _RMS_BACKWARD)
-    backward = [
-        EquationTerm(
-            "dX",
-            text,
-            lambda: seen.gradient().reshape(x.shape),
-            backward_flops * x.numel(),
-            [call.dz, x, *named_operands(g=weight).values()],
-        )
-    ]
-    if weight is not None:
-        summed = seen.dz * seen.normal
-        shape = seen.weight.shape if seen.weight is not None else ()
-        backward.append(
-            EquationTerm(
-                "dg",
-                f"sum of dZ * {name}",
-                lambda: summed.sum_to_size(shape).reshape(weight.shape),
-                2 * x.numel(),
-                [call.dz, x],
-            )
-        )
-    if bias is not None:
-        shape_b = seen.bias.shape if seen.bias is not None else ()
-        backward.append(
-            EquationTerm(
-                "db", "sum of dZ", lambda: seen.dz.sum_to_size(shape_b).reshape(bias.shape), x.numel(), [call.dz]
-            )
-        )
+    inputs = [call.dz, x, *named_operands(g=weight).values()]
+    size = x.numel()
+    backward = [EquationTerm("dX", text, lambda: seen.gradient().reshape(x.shape), backward_flops * size, inputs)]
+    if weight is not None and seen.weight is not None:
+        summed = (seen.dz * seen.normal).sum_to_size(seen.weight.shape).reshape(weight.shape)
+        backward.append(EquationTerm("dg", f"sum of dZ * {name}", lambda: summed, 2 * size, [call.dz, x]))
+    if bias is not None and seen.bias is not None:
+        total = seen.dz.sum_to_size(seen.bias.shape).reshape(bias.shape)
+        backward.append(EquationTerm("db", "sum of dZ", lambda: total, size, [call.dz]))
     z_text = scaled + " + b" * (bias is not None) + f", {middle}"
     reads = [x, *named_operands(g=weight, b=bias).values()]
     forward = EquationTerm("Z", z_text, lambda: seen.forward().reshape(x.shape), forward_flops * x.numel(), reads)

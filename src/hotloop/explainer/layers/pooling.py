@@ -3,58 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
 import torch
 from torch import Tensor
 
-from hotloop.explainer.layers.convolution import WindowLayout
+from hotloop.arrays.conv import Window
 from hotloop.explainer.layers.equation import (
-    EquationTerm,
     Formula,
     FunctionCall,
     LayerEquations,
     NotCovered,
+    one_operand,
     per_dimension,
 )
 
 
-def _windows(call: FunctionCall, dims: int, *, dilation: object = 1) -> tuple[WindowLayout, Tensor]:
-    """Returns the windows, and the input as (N, C, ...). Windows beyond the padding (ceil_mode) aren't covered."""
+def _window(call: FunctionCall, dims: int, *, dilation: object = 1) -> tuple[Window, Tensor]:
+    """Returns the window, and the input as (N, C, ...). Windows beyond the padding (ceil_mode) aren't covered."""
     x = call.tensor(0, "input")
     batched = x if x.ndim == dims + 2 else x[None]
-    kernel = per_dimension(call.get(1, "kernel_size"), dims)
-    stride = per_dimension(call.get(2, "stride") or kernel, dims)
-    padding = [(pad, pad) for pad in per_dimension(call.get(3, "padding", 0), dims)]
-    windows = WindowLayout(tuple(batched.shape[2:]), tuple(kernel), stride, padding, per_dimension(dilation, dims))
-    if tuple(windows.counts) != tuple(call.dz.shape[-dims:]):
+    kernel = call.get(1, "kernel_size")
+    settings = (kernel, call.get(2, "stride") or kernel, call.get(3, "padding", 0), dilation)
+    window = Window(*(tuple(per_dimension(value, dims)) for value in settings), dims)
+    if window.positions(tuple(batched.shape[2:])) != tuple(call.dz.shape[-dims:]):
         raise NotCovered("a window reaches beyond the padding (ceil_mode)")
-    return windows, batched
+    return window, batched
+
+
+def _over_places(dz: Tensor, image: Tensor, dims: int) -> Tensor:
+    """Returns dz as (N, C, 1, ...), to broadcast over the places of a window."""
+    return dz.reshape(*image.shape[:2], 1, *dz.shape[-dims:])
 
 
 def max_pool(call: FunctionCall) -> LayerEquations:
     """Z is the maximum of each window; its gradient goes to that element alone."""
     dims = int(call.name[len("max_pool")])
     x, dz = call.tensor(0, "input"), call.dz
-    windows, image = _windows(call, dims, dilation=call.get(4, "dilation", 1))
-
-    def columns() -> Tensor:
-        return windows.unfold(image, fill=-torch.inf)
+    window, image = _window(call, dims, dilation=call.get(4, "dilation", 1))
 
     def gradient() -> Tensor:
-        seen = columns()
-        chosen = torch.zeros_like(seen).scatter_(3, seen.argmax(3, keepdim=True), 1.0)
-        grad = dz.reshape(*image.shape[:2], -1).transpose(1, 2).unsqueeze(3)
-        return windows.fold(chosen * grad).reshape(x.shape)
+        seen = window.unfold(image, fill=-torch.inf)
+        chosen = torch.zeros_like(seen).scatter_(2, seen.argmax(2, keepdim=True), 1.0)
+        return window.fold(chosen * _over_places(dz, image, dims), tuple(image.shape[2:])).reshape(x.shape)
 
-    def forward() -> Tensor:
-        return columns().amax(3).transpose(1, 2).reshape(dz.shape)
-
-    flops = dz.numel() * prod(windows.kernel)
-    return LayerEquations(
-        {"X": x},
-        [EquationTerm("Z", f"the largest of each window of {_times(windows.kernel)}", forward, flops, [x])],
-        [EquationTerm("dX", "dZ at the place of the largest, zero elsewhere", gradient, dz.numel(), [dz, x])],
+    return one_operand(
+        x,
+        (
+            f"the largest of each window of {window!r}",
+            lambda: window.unfold(image, fill=-torch.inf).amax(2).reshape(dz.shape),
+            dz.numel() * window.places,
+        ),
+        ("dZ at the place of the largest, zero elsewhere", gradient, dz.numel()),
+        [dz, x],
     )
 
 
@@ -62,31 +62,27 @@ def average_pool(call: FunctionCall) -> LayerEquations:
     """Z is the mean of each window; its gradient is divided evenly over the window."""
     dims = int(call.name[len("avg_pool")])
     x, dz = call.tensor(0, "input"), call.dz
-    windows, image = _windows(call, dims)
+    window, image = _window(call, dims)
     if call.get(6, "divisor_override") is not None:
         raise NotCovered("it divides by a number of its own")
-    counted = torch.ones_like(image[:1, :1])
-    whole = float(prod(windows.kernel))
-    size = torch.full_like(windows.unfold(counted).sum(3), whole)
-    if not call.get(5, "count_include_pad", True):
-        size = windows.unfold(counted).sum(3)
-
-    def forward() -> Tensor:
-        return (windows.unfold(image).sum(3) / size).transpose(1, 2).reshape(dz.shape)
+    inside = window.unfold(torch.ones_like(image[:1, :1]))  # ones, and zeros in the padding
+    size = inside.sum(2) if not call.get(5, "count_include_pad", True) else float(window.places)
 
     def gradient() -> Tensor:
-        grad = dz.reshape(*image.shape[:2], -1).transpose(1, 2) / size
-        return windows.fold(grad.unsqueeze(3).expand(*grad.shape, prod(windows.kernel))).reshape(x.shape)
+        share = _over_places(dz, image, dims) / (size[:, :, None] if isinstance(size, Tensor) else size)
+        shape = (*share.shape[:2], window.places, *share.shape[3:])
+        return window.fold(share.expand(shape), tuple(image.shape[2:])).reshape(x.shape)
 
-    flops = dz.numel() * prod(windows.kernel)
-    return LayerEquations(
-        {"X": x},
-        [EquationTerm("Z", f"mean of each window of {_times(windows.kernel)}", forward, flops, [x])],
-        [
-            EquationTerm(
-                "dX", f"dZ / {whole:g} at each place of its window, summed where they overlap", gradient, flops, [dz]
-            )
-        ],
+    flops = dz.numel() * window.places
+    return one_operand(
+        x,
+        (
+            f"mean of each window of {window!r}",
+            lambda: (window.unfold(image).sum(2) / size).reshape(dz.shape),
+            flops,
+        ),
+        (f"dZ / {window.places} at each place of its window, summed where they overlap", gradient, flops),
+        [dz],
     )
 
 
@@ -101,22 +97,12 @@ def adaptive_average_pool(call: FunctionCall) -> LayerEquations:
             value = torch.tensordot(value, part if back else part.T, dims=([value.ndim - dims], [0]))
         return value
 
-    return LayerEquations(
-        {"X": x},
-        [
-            EquationTerm(
-                "Z",
-                f"means over {_times(dz.shape[-dims:])} even parts of {_times(x.shape[-dims:])}",
-                lambda: along(x, back=False),
-                x.numel(),
-                [x],
-            )
-        ],
-        [
-            EquationTerm(
-                "dX", "dZ / size of its part, at each place of it", lambda: along(dz, back=True), x.numel(), [dz]
-            )
-        ],
+    means = f"means over {_times(dz.shape[-dims:])} even parts of {_times(x.shape[-dims:])}"
+    return one_operand(
+        x,
+        (means, lambda: along(x, back=False), x.numel()),
+        ("dZ / size of its part, at each place of it", lambda: along(dz, back=True), x.numel()),
+        [dz],
     )
 
 

@@ -15,35 +15,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotloop.arrays.activations import sigmoid
+from hotloop.arrays.recurrent import LSTM, RNN
 from hotloop.explainer.layers.equation import EquationTerm, Formula, FunctionCall, LayerEquations, NotCovered
 
 State = tuple[Tensor, ...]
 """(h,) or (h, c), each (batch, hidden)."""
 
 
-def _s(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
+Step = tuple[State, Callable[[State], tuple[Tensor, Tensor, State]]]
+"""The state after a step, and the backward: the derivatives of A_x, A_h and the state before, without h's by W_hh."""
 
 
-def _lstm(gx: Tensor, gh: Tensor, state: State) -> tuple[State, Callable[[State], tuple[Tensor, Tensor, State]]]:
-    i, f, g, o = (gx + gh).chunk(4, -1)
-    i, f, g, o = _s(i), _s(f), torch.tanh(g), _s(o)
-    before = state[1]
-    c = f * before + i * g
-    high = torch.tanh(c)
+def _as_in_arrays(step: Callable[..., Any]) -> Callable[[Tensor, Tensor, State], Step]:
+    """Returns the step of a cell of `hotloop.arrays`."""
 
-    def back(grads: State) -> tuple[Tensor, Tensor, State]:
-        dh, dc = grads[0], grads[1] + grads[0] * o * (1 - high * high)
-        parts = (dc * g * i * (1 - i), dc * before * f * (1 - f), dc * i * (1 - g * g), dh * high * o * (1 - o))
-        da = torch.cat(parts, -1)
-        return da, da, (torch.zeros_like(dh), dc * f)
+    def cell(gx: Tensor, gh: Tensor, state: State) -> Step:
+        after, backward = step(gx + gh, *state[1:])
 
-    return (o * high, c), back
+        def back(grads: State) -> tuple[Tensor, Tensor, State]:
+            da, cells = backward(*grads)
+            return da, da, (torch.zeros_like(grads[0]), *cells)
+
+        return after, back
+
+    return cell
 
 
-def _gru(gx: Tensor, gh: Tensor, state: State) -> tuple[State, Callable[[State], tuple[Tensor, Tensor, State]]]:
+def _relu_step(a: Tensor) -> tuple[State, Callable[[Tensor], tuple[Tensor, State]]]:
+    return (a.clamp(min=0),), lambda dh: (dh * (a > 0).to(a.dtype), ())
+
+
+def _gru(gx: Tensor, gh: Tensor, state: State) -> Step:
     (xr, xz, xn), (hr, hz, hn) = gx.chunk(3, -1), gh.chunk(3, -1)
-    r, z = _s(xr + hr), _s(xz + hz)
+    r, z = sigmoid(xr + hr), sigmoid(xz + hz)
     n = torch.tanh(xn + r * hn)
     before = state[0]
 
@@ -56,20 +61,6 @@ def _gru(gx: Tensor, gh: Tensor, state: State) -> tuple[State, Callable[[State],
     return ((1 - z) * n + z * before,), back
 
 
-def _plain(relu: bool) -> Callable:
-    def step(gx: Tensor, gh: Tensor, state: State) -> tuple[State, Callable[[State], tuple[Tensor, Tensor, State]]]:
-        a = gx + gh
-        h = a.clamp(min=0) if relu else torch.tanh(a)
-
-        def back(grads: State) -> tuple[Tensor, Tensor, State]:
-            da = grads[0] * ((a > 0).to(a.dtype) if relu else 1 - h * h)
-            return da, da, (torch.zeros_like(h),)
-
-        return (h,), back
-
-    return step
-
-
 @dataclass(frozen=True)
 class CellKind:
     """A cell: its step, its number of gates, and its equation."""
@@ -80,10 +71,12 @@ class CellKind:
 
 
 CELL_KINDS = {
-    "lstm": CellKind(_lstm, 4, "o tanh c at each step, c = f c' + i g; i, f, o = sigmoid A, g = tanh A"),
+    "lstm": CellKind(
+        _as_in_arrays(LSTM.step), 4, "o tanh c at each step, c = f c' + i g; i, f, o = sigmoid A, g = tanh A"
+    ),
     "gru": CellKind(_gru, 3, "(1 - z) n + z h' at each step; r, z = sigmoid A, n = tanh(A_x + r A_h)"),
-    "rnn_tanh": CellKind(_plain(relu=False), 1, "tanh A at each step"),
-    "rnn_relu": CellKind(_plain(relu=True), 1, "max(A, 0) at each step"),
+    "rnn_tanh": CellKind(_as_in_arrays(RNN.step), 1, "tanh A at each step"),
+    "rnn_relu": CellKind(_as_in_arrays(_relu_step), 1, "max(A, 0) at each step"),
 }
 
 

@@ -8,8 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hotloop import arrays
 from hotloop.explainer.layers.activations import maximum
-from hotloop.explainer.layers.equation import EquationTerm, Formula, FunctionCall, LayerEquations, NotCovered
+from hotloop.explainer.layers.equation import (
+    Formula,
+    FunctionCall,
+    LayerEquations,
+    NotCovered,
+    one_operand,
+)
 
 
 def _dims(call: FunctionCall, x: Tensor) -> list[int]:
@@ -34,22 +41,15 @@ def reduction(call: FunctionCall) -> LayerEquations:
     count = math.prod(x.shape[dim] for dim in dims) if call.name == "mean" else 1
     over = "all" if len(dims) == x.ndim else f"dimension {', '.join(map(str, dims))}"
     text = f"sum of X over {over}" + (f" / {count}" if call.name == "mean" else "")
-    return LayerEquations(
-        {"X": x},
-        [
-            EquationTerm(
-                "Z", text, lambda: (x.sum(dims) / count if dims else x / count).reshape(dz.shape), x.numel(), [x]
-            )
-        ],
-        [
-            EquationTerm(
-                "dX",
-                "dZ" + (f" / {count}" if count != 1 else "") + " for each number that was summed",
-                lambda: _expand(dz / count, x, dims),
-                int(count != 1) * x.numel(),
-                [dz],
-            )
-        ],
+    return one_operand(
+        x,
+        (text, lambda: (x.sum(dims) / count if dims else x / count).reshape(dz.shape), x.numel()),
+        (
+            "dZ" + (f" / {count}" if count != 1 else "") + " for each number that was summed",
+            lambda: _expand(dz / count, x, dims),
+            int(count != 1) * x.numel(),
+        ),
+        [dz],
     )
 
 
@@ -74,18 +74,11 @@ def extremum(call: FunctionCall) -> LayerEquations:
 
     over = "all" if len(dims) == x.ndim else f"dimension {', '.join(map(str, dims))}"
     word = "largest" if largest else "smallest"
-    return LayerEquations(
-        {"X": x},
-        [EquationTerm("Z", f"the {word} of X over {over}", lambda: value().reshape(dz.shape), x.numel(), [x])],
-        [
-            EquationTerm(
-                "dX",
-                f"dZ at the place of the {word}, zero elsewhere",
-                lambda: share() * _expand(dz, x, dims),
-                x.numel(),
-                [dz, x],
-            )
-        ],
+    return one_operand(
+        x,
+        (f"the {word} of X over {over}", lambda: value().reshape(dz.shape), x.numel()),
+        (f"dZ at the place of the {word}, zero elsewhere", lambda: share() * _expand(dz, x, dims), x.numel()),
+        [dz, x],
     )
 
 
@@ -117,11 +110,8 @@ def variance(call: FunctionCall) -> LayerEquations:
 
     text = f"sum of (X - mean X)^2 / {count}"
     slope = f"dZ (X - mean X) / ({count} Z)" if rooted else f"2 dZ (X - mean X) / {count}"
-    return LayerEquations(
-        {"X": x},
-        [EquationTerm("Z", f"sqrt of the {text}" if rooted else text, value, 4 * x.numel(), [x])],
-        [EquationTerm("dX", slope, gradient, 3 * x.numel(), [dz, x])],
-    )
+    z = (f"sqrt of the {text}" if rooted else text, value, 4 * x.numel())
+    return one_operand(x, z, (slope, gradient, 3 * x.numel()), [dz, x])
 
 
 def vector_norm(call: FunctionCall) -> LayerEquations:
@@ -139,28 +129,18 @@ def vector_norm(call: FunctionCall) -> LayerEquations:
         norm = _expand(value(), x, dims)
         return torch.where(norm > 0, _expand(dz, x, dims) * x / norm, torch.zeros_like(x))
 
-    return LayerEquations(
-        {"X": x},
-        [EquationTerm("Z", "sqrt of the sum of X^2", lambda: value().reshape(dz.shape), 2 * x.numel(), [x])],
-        [EquationTerm("dX", "dZ X / Z", gradient, 2 * x.numel(), [dz, x])],
-    )
+    z = ("sqrt of the sum of X^2", lambda: value().reshape(dz.shape), 2 * x.numel())
+    return one_operand(x, z, ("dZ X / Z", gradient, 2 * x.numel()), [dz, x])
 
 
 def cumulative_sum(call: FunctionCall) -> LayerEquations:
     """`cumsum`: each element of the gradient is the sum from its index on."""
     x, dz, dim = call.tensor(0, "input"), call.dz, call.get(1, "dim")
-    return LayerEquations(
-        {"X": x},
-        [
-            EquationTerm(
-                "Z", f"sums of X up to each place of dimension {dim}", lambda: torch.cumsum(x, dim), x.numel(), [x]
-            )
-        ],
-        [
-            EquationTerm(
-                "dX", "sums of dZ from each place on", lambda: dz.flip(dim).cumsum(dim).flip(dim), x.numel(), [dz]
-            )
-        ],
+    return one_operand(
+        x,
+        (f"sums of X up to each place of dimension {dim}", lambda: torch.cumsum(x, dim), x.numel()),
+        ("sums of dZ from each place on", lambda: dz.flip(dim).cumsum(dim).flip(dim), x.numel()),
+        [dz],
     )
 
 
@@ -177,11 +157,8 @@ def log_sum_exp(call: FunctionCall) -> LayerEquations:
         high = x.amax(dims, keepdim=True)
         return (torch.exp(x - high).sum(dims, keepdim=True).log() + high).reshape(dz.shape)
 
-    return LayerEquations(
-        {"X": x},
-        [EquationTerm("Z", "log of the sum of exp X", value, 3 * x.numel(), [x])],
-        [EquationTerm("dX", "dZ softmax X", lambda: _expand(dz, x, dims) * shares(), 4 * x.numel(), [dz, x])],
-    )
+    z = ("log of the sum of exp X", value, 3 * x.numel())
+    return one_operand(x, z, ("dZ softmax X", lambda: _expand(dz, x, dims) * shares(), 4 * x.numel()), [dz, x])
 
 
 def softmax(call: FunctionCall) -> LayerEquations:
@@ -191,55 +168,29 @@ def softmax(call: FunctionCall) -> LayerEquations:
     if dim is None:
         raise NotCovered("it names no dimension")
 
-    def shifted() -> Tensor:
-        return x - x.amax(dim, keepdim=True)
-
-    def log_sum() -> Tensor:
-        return shifted().exp().sum(dim, keepdim=True).log()
-
+    reads = [dz, call.outputs[0]]
     if call.name == "softmax":
-        return LayerEquations(
-            {"X": x},
-            [
-                EquationTerm(
-                    "Z",
-                    f"exp X / sum of exp X along dimension {dim}",
-                    lambda: (shifted() - log_sum()).exp(),
-                    5 * x.numel(),
-                    [x],
-                )
-            ],
-            [
-                EquationTerm(
-                    "dX",
-                    "Z * (dZ - sum of dZ * Z along it)",
-                    lambda: (z := (shifted() - log_sum()).exp()) * (dz - (dz * z).sum(dim, keepdim=True)),
-                    4 * x.numel(),
-                    [dz, call.outputs[0]],
-                )
-            ],
-        )
-    return LayerEquations(
-        {"X": x},
-        [
-            EquationTerm(
-                "Z",
-                f"X - log of the sum of exp X along dimension {dim}",
-                lambda: shifted() - log_sum(),
-                5 * x.numel(),
-                [x],
-            )
-        ],
-        [
-            EquationTerm(
-                "dX",
-                "dZ - exp Z * sum of dZ along it",
-                lambda: dz - (shifted() - log_sum()).exp() * dz.sum(dim, keepdim=True),
-                4 * x.numel(),
-                [dz, call.outputs[0]],
-            )
-        ],
+        layer = arrays.Softmax(dim)
+
+        def gradient() -> Tensor:
+            layer.forward(x)
+            return layer.backward(dz)  # type: ignore[no-any-return]
+
+        z = (f"exp X / sum of exp X along dimension {dim}", lambda: layer.forward(x), 5 * x.numel())
+        back = ("Z * (dZ - sum of dZ * Z along it)", gradient, 4 * x.numel())
+        return one_operand(x, z, back, reads)
+
+    def log_softmax() -> Tensor:
+        shifted = x - x.amax(dim, keepdim=True)
+        return shifted - shifted.exp().sum(dim, keepdim=True).log()
+
+    z = (f"X - log of the sum of exp X along dimension {dim}", log_softmax, 5 * x.numel())
+    back = (
+        "dZ - exp Z * sum of dZ along it",
+        lambda: dz - log_softmax().exp() * dz.sum(dim, keepdim=True),
+        4 * x.numel(),
     )
+    return one_operand(x, z, back, reads)
 
 
 FORMULAS: dict[str, Formula] = {

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hotloop.explainer.layers.equation import EquationTerm, Formula, FunctionCall, LayerEquations, NotCovered, ones_like
+from hotloop.explainer.layers.equation import (
+    EquationTerm,
+    Formula,
+    FunctionCall,
+    LayerEquations,
+    NotCovered,
+    one_operand,
+    ones_like,
+)
 
 
 def move_elements(call: FunctionCall) -> LayerEquations:
@@ -85,12 +93,7 @@ def cast_dtype(call: FunctionCall) -> LayerEquations:
     """The same elements, rounded to another dtype."""
     x, dz = call.tensor(0, "input"), call.dz
     notes = ["rounding to the dtype is left out"]
-    return LayerEquations(
-        {"X": x},
-        [EquationTerm("Z", "X in another dtype", lambda: x, 0, [x])],
-        [EquationTerm("dX", "dZ", lambda: dz, 0, [dz])],
-        notes,
-    )
+    return one_operand(x, ("X in another dtype", lambda: x, 0), ("dZ", lambda: dz, 0), [dz], notes)
 
 
 def embedding(call: FunctionCall) -> LayerEquations:
@@ -135,12 +138,8 @@ def dropout(call: FunctionCall) -> LayerEquations:
         if training
         else ["evaluation: nothing is dropped"]
     )
-    return LayerEquations(
-        {"X": x},
-        [EquationTerm("Z", f"X {text}", lambda: x * kept * scale, 2 * x.numel(), [x])],
-        [EquationTerm("dX", f"dZ {text}", lambda: dz * kept * scale, 2 * x.numel(), [dz, x])],
-        notes,
-    )
+    z = (f"X {text}", lambda: x * kept * scale, 2 * x.numel())
+    return one_operand(x, z, (f"dZ {text}", lambda: dz * kept * scale, 2 * x.numel()), [dz, x], notes)
 
 
 def _mask(call: FunctionCall, x: Tensor, p: float) -> Tensor:

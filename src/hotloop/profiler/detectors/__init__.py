@@ -69,9 +69,6 @@ ABSOLUTE_DETECTORS: tuple[Detector, ...] = (operators.slow_operators, operators.
 _CLOSE_GAIN = 0.3  # least ratio of another remedy's gain to that of memory returned to the OS to have priority over it
 _SAME_COST = 0.2  # relative difference of gains up to which two remedies count as the same cost
 
-ARRAYS_DETECTORS: tuple[Detector, ...] = (data_loading.slow_loading,)
-"""Detectors for a step in array operations; the others read or advise torch operations."""
-
 
 def diagnose(profile: Profile) -> Profile:
     """Returns the profile with its bound, limit and remedies; unchanged if no steps were found.
@@ -96,7 +93,7 @@ def _with_compile_remedy(step: ProfiledStep) -> dict[str, list[Any]]:
     """Compiling is a remedy only if a measurement shows a gain."""
     found = find_remedies(step)
     won, advice = small_ops.compile_race_result(step)
-    known = step.profile.compiled is not None or step.profile.engine == "arrays" or bool(step.profile.busy)
+    known = step.profile.compiled is not None or bool(step.profile.busy)
     candidates = [] if known else _worthwhile(small_ops.compile_candidates(step))
     return {
         "remedies": sorted([*found, *won], key=lambda remedy: (remedy.note, -remedy.gain)),
@@ -111,14 +108,11 @@ def _with_compile_remedy(step: ProfiledStep) -> dict[str, list[Any]]:
 
 def find_remedies(step: ProfiledStep) -> list[Remedy]:
     """Returns remedies by gain. Without a plan, as for scripts, they have no plan axes."""
-    arrays = step.profile.engine == "arrays"
-    specific = _worthwhile(
-        chain.from_iterable(detect(step) for detect in (ARRAYS_DETECTORS if arrays else SPECIFIC_DETECTORS))
-    )
+    specific = _worthwhile(chain.from_iterable(detect(step) for detect in SPECIFIC_DETECTORS))
     named = small_ops.lines_in_loops(step).union(one.where for one in specific if not one.note)
     told = replace(step, named=named)
     busy = bool(step.profile.busy or step.profile.limits.busy)
-    detectors = [] if arrays else [one for one in GENERAL_DETECTORS if not (busy and one in ABSOLUTE_DETECTORS)]
+    detectors = [one for one in GENERAL_DETECTORS if not (busy and one in ABSOLUTE_DETECTORS)]
     general = _worthwhile(chain.from_iterable(detect(told) for detect in detectors))
     found = _merge_remedies(step, specific, general)
     paged = [_after_paging(one, specific, found) for one in _worthwhile(bottleneck.memory_returned_to_os(step))]

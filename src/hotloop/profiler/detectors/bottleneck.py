@@ -47,32 +47,12 @@ def find_bound(step: ProfiledStep) -> tuple[Bound, list[str]]:
     """Returns the bound of a step and the sentences of its evidence."""
     found = bound_times(step)
     ordered = sorted(found, key=lambda name: -found[name])
-    if step.profile.engine == "arrays":
-        return _bound_of_arrays(step, found)
     first = ordered[0]
     shares = [f"{name} {percent(step.share(found[name]))}" for name in ordered if step.share(found[name]) >= 0.01]
     evidence = [f"Of a step of {format_milliseconds(step.ms)}: {', '.join(shares)}."] if shares else []
     if step.share(found[first]) < _MIN_SHARE:
         return "unknown", [*evidence, "No measured part takes a fifth of the step."]
     return first, [*evidence, *_bound_details(step, first, found[first]), *_limit_sentences(step)]
-
-
-def _bound_of_arrays(step: ProfiledStep, found: dict[Bound, float]) -> tuple[Bound, list[str]]:
-    """Only layers are timed: another bound must take more time than all layers, else the bound is unknown."""
-    layers = step.phase(*COMPUTING_PHASES)
-    parts = {"array operations": layers, **{str(name): ms for name, ms in found.items() if step.share(ms) >= 0.001}}
-    shares = [f"{name} {percent(step.share(parts[name]))}" for name in sorted(parts, key=lambda name: -parts[name])]
-    evidence = [f"Of a step of {format_milliseconds(step.ms)}: {', '.join(shares)}."]
-    first = max(found, key=lambda name: found[name])
-    if found[first] > layers:
-        return first, [*evidence, *(_bound_details(step, first, found[first]) if first == "input" else [])]
-    own = {one.name: (one.own_forward_ms or 0.0) + (one.own_backward_ms or 0.0) for one in step.profile.modules}
-    if own:
-        most = max(own, key=lambda name: own[name])
-        name = most or "functions of the model's own forward"
-        evidence.append(f"The largest part is {name}: {percent(step.share(own[most]))} of the step.")
-    unseen = "Whether layers are bound by arithmetic, memory or calls isn't measured."
-    return "unknown", [*evidence, unseen]
 
 
 def _bound_details(step: ProfiledStep, bound: Bound, ms: float) -> list[str]:

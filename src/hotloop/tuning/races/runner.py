@@ -29,10 +29,10 @@ def synchronize_devices(*devices: torch.device) -> None:
 def measure_peak_memory(program: Program) -> int | None:
     """Runs a step and returns its peak memory in bytes beyond the memory before; None if torch can't measure that.
 
-    That is so with several devices, for compiled steps on a CPU, and for steps in arrays.
+    That is so with several devices, and for compiled steps on a CPU.
     """
     device, plan = program.device, program.parts.plan
-    if len(program.devices) > 1 or plan.engine != "eager":
+    if len(program.devices) > 1:
         return None
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)

@@ -10,7 +10,7 @@ from torch import nn
 
 import hotloop
 from hotloop.errors import StudyError
-from hotloop.hyperparameters.finders.range_test import range_test, recommend, smooth
+from hotloop.hyperparameters.range_test import range_test, recommend, smooth
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 

@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hotloop.core.records.study import LearningRateRange, Value
 from hotloop.errors import StudyError
-from hotloop.hyperparameters.finders.finder_task import load_finder_task, rules_plan
+from hotloop.hyperparameters.finders import load_finder_task, rules_plan
 from hotloop.hyperparameters.space import TASK_FIELDS, as_text
-from hotloop.hyperparameters.study_options import TaskSource
+from hotloop.hyperparameters.trial_processes import TaskSource
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan
 from hotloop.task import Task
@@ -140,19 +140,17 @@ def recommend(rates: Sequence[float], smoothed: Sequence[float]) -> float | None
     if not smoothed:
         return None
     half = max(1, round(_WINDOW * len(smoothed)))
+    logs = [math.log(rate) for rate in rates]
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
     slopes = {
-        step: _slope(rates[step - half : step + half + 1], smoothed[step - half : step + half + 1])
+        step: statistics.linear_regression(
+            logs[step - half : step + half + 1], smoothed[step - half : step + half + 1]
+        ).slope
         for step in range(half, min(lowest, len(smoothed) - half - 1) + 1)
     }
     if not slopes or min(slopes.values()) >= 0:
         return None
     return rates[min(slopes, key=slopes.__getitem__)]
-
-
-def _slope(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Returns the slope of the loss over the logarithm of the rate, by least squares."""
-    return statistics.linear_regression([math.log(rate) for rate in rates], losses).slope
 
 
 def _ends(losses: Sequence[float], steps: int) -> tuple[float, float | None]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hotloop.core.records.study import BatchSizeTrial
-from hotloop.hyperparameters.finders import batch_size
-from hotloop.hyperparameters.finders.batch_size import measure_batch_sizes, predict_memory
-from hotloop.hyperparameters.study_options import TaskSource
+from hotloop.hyperparameters import finders
+from hotloop.hyperparameters.finders import measure_batch_sizes, predict_memory
+from hotloop.hyperparameters.trial_processes import TaskSource
 
 
 def measured(sizes: dict[int, int]) -> list[BatchSizeTrial]:
@@ -28,7 +28,7 @@ class Processes:
 
     def run(self, work: str, log: str, **job) -> dict | None:
         module, _, name = work.partition(":")
-        assert module == batch_size.__name__ and hasattr(batch_size, name)
+        assert module == finders.__name__ and hasattr(finders, name)
         self.tried.append(size := job["batch_size"])
         if size >= self.killed_at:
             return None

@@ -1,1 +1,0 @@
-"""Packed trials: trials of one shape that train together in one program."""

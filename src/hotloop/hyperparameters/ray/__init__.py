@@ -1,1 +1,0 @@
-"""Trials of a study as tasks of a Ray cluster."""

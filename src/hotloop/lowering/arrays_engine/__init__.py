@@ -1,1 +1,0 @@
-"""The engine axis: a step in array operations of `hotloop.arrays`."""
