@@ -42,7 +42,7 @@ from hotloop.task_file import LoadedTask
 from hotloop.training.resume import check_files
 from hotloop.training.run import FollowerRun, Run
 from hotloop.training.start import resume_run, start_run, task_of_run
-from hotloop.tuning.auto.recall import forecast_from_cache
+from hotloop.tuning.auto import forecast_from_cache
 from hotloop.tuning.run_context import RunContext
 
 

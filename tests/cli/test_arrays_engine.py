@@ -15,7 +15,7 @@ CPU = ("--device", "cpu")
 
 @pytest.fixture
 def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
-    monkeypatch.setattr("hotloop.tuning.search.race_cache.races_folder", lambda: tmp_path / "kept")
+    monkeypatch.setattr("hotloop.tuning.race_cache.races_folder", lambda: tmp_path / "kept")
     monkeypatch.setattr("hotloop.tuning.races.measure.WARM_UP_S", 0.01)
     monkeypatch.setattr("hotloop.tuning.races.rounds._WINDOW_S", {"cpu": 0.0005})
     (tmp_path / "task.py").write_text(

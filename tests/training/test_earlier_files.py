@@ -24,8 +24,7 @@ from hotloop.report.profile import profile_page
 from hotloop.report.profile_charts import write_charts
 from hotloop.task_file import LoadedTask, load_task
 from hotloop.training.run import Run
-from hotloop.tuning.auto import recall
-from hotloop.tuning.search import race_cache
+from hotloop.tuning import auto, race_cache
 from tests.support.runs import lower_cached_or_auto, resume_run
 
 OLD = Path(__file__).parents[1] / "support/files_of_0_1_0" / "default_precision"
@@ -90,8 +89,8 @@ def races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = Path(shutil.copytree(OLD / "races", tmp_path / "races"))
     monkeypatch.setattr(race_cache, "races_folder", lambda: folder)
     key = key_of(OLD / "races")
-    monkeypatch.setattr(recall, "machine_name", lambda: key["machine"])
-    monkeypatch.setattr(recall, "speed_versions", lambda: key["versions"])
+    monkeypatch.setattr(auto, "machine_name", lambda: key["machine"])
+    monkeypatch.setattr(auto, "speed_versions", lambda: key["versions"])
     return folder
 
 
@@ -108,7 +107,7 @@ def digits() -> LoadedTask:
 
 def use_the_race() -> None:
     """Lowers the Task as `--plan auto` does; only the machine and versions are those of the race."""
-    facts = recall.facts_with_fingerprint(digits()).model_copy(update={"fingerprint": key_of(OLD / "races")["task"]})
+    facts = auto.facts_with_fingerprint(digits()).model_copy(update={"fingerprint": key_of(OLD / "races")["task"]})
     said: list[str] = []
     wanted = PlanRequest.from_value("auto", {"device": "cpu"})
     program = lower_cached_or_auto(digits(), wanted, said.append, facts=facts)
@@ -118,18 +117,18 @@ def use_the_race() -> None:
 
 @pytest.mark.skipif(torch.__version__ != "2.13.0+cpu", reason="the fingerprint depends on torch's version")
 def test_the_fingerprint_of_a_task_is_the_same() -> None:
-    assert recall.facts_with_fingerprint(digits()).fingerprint == key_of(OLD / "races")["task"]
+    assert auto.facts_with_fingerprint(digits()).fingerprint == key_of(OLD / "races")["task"]
 
 
 @pytest.mark.usefixtures("races")
 def test_a_race_is_used_without_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "lower_requested", lambda *_, **__: pytest.fail("auto chose anew"))
+    monkeypatch.setattr(auto, "lower_by_rules", lambda *_, **__: pytest.fail("auto chose anew"))
     use_the_race()
 
 
 @pytest.mark.parametrize("field", ["key", "timing", "ratio", "parity", "verdict", "machine", "step_ms"])
 def test_a_renamed_field_of_a_race_shows(races: Path, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "lower_requested", lambda *_, **__: pytest.fail("auto chose anew"))
+    monkeypatch.setattr(auto, "lower_by_rules", lambda *_, **__: pytest.fail("auto chose anew"))
     for path in races.glob("*/*.json"):
         rename(path, field, "renamed")
     with pytest.raises((AssertionError, pytest.fail.Exception)):

@@ -21,9 +21,9 @@ from hotloop.core.plan_request import PlanRequest
 from hotloop.lowering.build import lower
 from hotloop.plan import BASELINE, Plan
 from hotloop.training.run import Run
-from hotloop.tuning.auto.recall import _matching_races
-from hotloop.tuning.search import failed_searches, race_cache
-from hotloop.tuning.search.race_cache import load_races
+from hotloop.tuning import race_cache
+from hotloop.tuning.auto import _matching_races
+from hotloop.tuning.race_cache import load_races
 from tests.support.programs import a_task
 from tests.support.runs import resume_run
 from tests.support.tuning.handmade_verdicts import VERSIONS, timing, verdict
@@ -181,14 +181,14 @@ def test_an_old_race_is_one_of_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_an_old_search_in_vain_does_not_keep_from_searching(monkeypatch: pytest.MonkeyPatch) -> None:
     from hotloop.tuning.tune import _search_key
 
-    monkeypatch.setattr(failed_searches, "races_folder", lambda: OLD / "races")
+    monkeypatch.setattr(race_cache, "races_folder", lambda: OLD / "races")
     (path,) = (OLD / "searches").glob("*.json")
     key = json.loads(path.read_text())["key"]
-    assert failed_searches.load_failed_search(key) is not None, "the file is read as it was"
+    assert race_cache.load_failed_search(key) is not None, "the file is read as it was"
     monkeypatch.setattr("hotloop.tuning.tune.machine_name", lambda: key["machine"])
     monkeypatch.setattr("hotloop.tuning.tune.speed_versions", lambda: key["versions"])
     facts: Any = type("Facts", (), {"fingerprint": key["task"]})
-    assert failed_searches.load_failed_search(_search_key(facts, Plan(device="cpu"), Plan(device="cpu"))) is None
+    assert race_cache.load_failed_search(_search_key(facts, Plan(device="cpu"), Plan(device="cpu"))) is None
 
 
 def test_races_under_other_settings_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

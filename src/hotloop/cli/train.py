@@ -142,9 +142,9 @@ def train(
     A stored result is the fastest plan that an earlier search proved equal, for a Task in a file, this machine and
     these versions. The rules choose by facts of Task and machine, without a measurement; their plan isn't proven:
     hotloop check proves it. A search without a winner leaves the baseline, or the rules if too little was measured.
-    Where a search beside the training isn't possible, as on an accelerator, --plan auto searches before the first
-    step if compiling saves twice its cost. --plan replay:RUN repeats a run of --plan auto, bit by bit.
-    With --set alone a run uses the baseline with these axes. hotloop plan shows the choice.
+    Where a search beside the training isn't possible, as on an accelerator, --plan auto doesn't search, and one line
+    says why. --plan replay:RUN repeats a run of --plan auto, bit by bit. With --set alone a run uses the baseline with
+    these axes. hotloop plan shows the choice.
 
     Ctrl-C, SIGTERM and SIGHUP save and stop. Exit code 0: finished, or stopped by --stop-after.
     """

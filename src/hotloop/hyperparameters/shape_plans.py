@@ -24,7 +24,7 @@ from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task
 from hotloop.task_file import LoadedTask
-from hotloop.tuning.auto.auto import feasibility_facts
+from hotloop.tuning.auto import feasibility_facts
 from hotloop.tuning.tune import cached_or_tuned_plan
 
 

@@ -55,7 +55,7 @@ from hotloop.task_file import (
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
 from hotloop.training.run import Run, is_run
 from hotloop.training.start import resume_run, start_run
-from hotloop.tuning.auto.auto import feasibility_facts, list_options
+from hotloop.tuning.auto import feasibility_facts, list_options
 from hotloop.tuning.run_context import RunContext
 
 _LOCK_S = 60.0

@@ -36,7 +36,7 @@ from hotloop.profiler.task_profile import profile_task
 from hotloop.report.race import race_progress_bar
 from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask
-from hotloop.tuning.auto.auto import feasibility_facts, list_options
+from hotloop.tuning.auto import feasibility_facts, list_options
 from hotloop.tuning.contenders import RaceSpec
 from hotloop.tuning.race import PROVE, Prove, race_loaded
 

@@ -46,16 +46,16 @@ from hotloop.task_file import LoadedTask
 from hotloop.training import tensorboard
 from hotloop.training.cadence import CheckpointCadence
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
-from hotloop.training.live.live_training import live_drive
-from hotloop.training.live.replay import check_same_task, with_replayed_plan, without_live_request
+from hotloop.training.live_search import live_drive
 from hotloop.training.loggers.adapters import ADAPTERS, check_loggers
 from hotloop.training.loggers.figure_logger import FigureLogger
 from hotloop.training.loop import train_loop
 from hotloop.training.monitor import monitor_of
+from hotloop.training.plan_switcher import check_same_task, with_replayed_plan, without_live_request
 from hotloop.training.rehearsal import RehearsalRequest, Rehearsals
 from hotloop.training.resume import check_files, check_overrides, describe_files, task_of_run
 from hotloop.training.run import FollowerRun, Run, is_run
-from hotloop.tuning.auto.recall import count_trained_steps, lower_cached_or_auto, with_facts_for_step_count
+from hotloop.tuning.auto import count_trained_steps, lower_cached_or_auto, with_facts_for_step_count
 from hotloop.tuning.run_context import RunContext
 
 

@@ -42,8 +42,8 @@ class RunContext:
         has_reports: draw the learning curves and write TensorBoard's files when training stops.
         program: a Program that is lowered already, in place of one by the plan.
         drive: trains by the training loop to its end, in place of the loop itself.
-        is_live: `auto` searches while the run trains, where that is possible, and not before its first step.
-        candidates: plans for the search of a live run; the choice of the first plan adds to the list.
+        is_live: `auto` searches while the run trains, where that is possible.
+        candidates: plans for the search while the run trains; the choice of the first plan adds to the list.
         replay: a run whose plans this run uses at the same steps.
         facts: of the Task with its fingerprint, for all steps of the run; None where not computed yet.
     """

@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 
 from hotloop.core.processes.compile_process import CompileProcess
-from hotloop.tuning.live.spare_time import SpareTime
+from hotloop.tuning.spare_time import SpareTime
 
 _MOST_LOSS = 0.02
 """Largest share of the script's time that forks may cost. The length of the run is unknown, so a larger cost might not be

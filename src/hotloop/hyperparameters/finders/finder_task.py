@@ -16,7 +16,7 @@ from hotloop.hyperparameters.trial import call_make_task
 from hotloop.plan import Plan
 from hotloop.task import Task, override_fields
 from hotloop.task_file import load_task, named_parameters, task_parameters
-from hotloop.tuning.auto.auto import list_options
+from hotloop.tuning.auto import list_options
 
 
 def fixed_values(space: Space) -> dict[str, Value]:
