@@ -187,7 +187,7 @@ def train(
     from hotloop.report.progress import TrainingDisplay, summary
     from hotloop.task import override_fields
     from hotloop.task_file import load_task
-    from hotloop.training.run import FollowerRun, Run
+    from hotloop.training.run import Run
     from hotloop.training.start import check_options
     from hotloop.tuning.run_context import RunContext
 
@@ -232,7 +232,7 @@ def train(
                 handle, ended = api.start_run(replace(context, loaded=loaded), run, began)
         finally:
             display.close()
-    if isinstance(handle, FollowerRun):
+    if not handle.writes:
         return  # rank 0 prints the result
     origin = "" if resume is not None or replay is not None else " (--tune)" if tune else plan_origin(plan, axes)
     for line in summary(handle.path, handle.plan.brief() + origin, ended.final):

@@ -81,6 +81,7 @@ def lower(
     during: ProgressReporter | None = None,
     make_step: Callable[[LoweringContext], EagerStep] | None = None,
     package: PackageUse | None = None,
+    parts: LoweringContext | None = None,
 ) -> Program:
     """Makes a Task runnable under a Plan; the caller's random generators keep their state.
 
@@ -89,6 +90,7 @@ def lower(
         during: shows the progress of slow operations; `say` gets lines by default.
         make_step: builds the step in place of the plan's own.
         package: which packages a compiled step may use; None for any, also a new one.
+        parts: model and data of the Task that no other Program uses; default new ones.
 
     Raises:
         DeviceError: this machine lacks the plan's device.
@@ -100,9 +102,15 @@ def lower(
     if plan.ranked:
         plan = plan.with_axes(ranks=World.from_group(plan).ranks)  # a resumed run may have another number of ranks
     with translate_memory_errors(plan), preserve_generators():
-        parts = LoweringContext.from_task(task, plan)
-        parts = replace(parts, reporter=Reporter(say, during), package=package or PackageUse())
-        parts = replace(parts, trial_optimizer=trial_optimizer(task, parts.model))
+        parts = parts or LoweringContext.from_task(task, plan)
+        parts = replace(
+            parts,
+            plan=plan,
+            world=World.from_group(plan),
+            reporter=Reporter(say, during),
+            package=package or PackageUse(),
+            trial_optimizer=parts.trial_optimizer or trial_optimizer(task, parts.model),
+        )
         _check_plan(parts)
         for transform in TRANSFORMS:
             parts = transform(parts)
@@ -210,7 +218,7 @@ def _check_plan(parts: LoweringContext) -> None:
     """Refuses an infeasible plan. The baseline is always feasible and needs no probe of the machine."""
     if not is_plain(parts.plan) or parts.plan.threads or parts.plan.workers:
         device = str(check_device(parts.plan.device))
-        check(parts.plan.with_axes(device=device), task_facts(parts), probe_hardware(device))
+        check(parts.plan.with_axes(device=device), parts.facts or task_facts(parts), probe_hardware(device))
 
 
 def _make_feed(parts: LoweringContext) -> Feed:

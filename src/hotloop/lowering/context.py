@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from hotloop.core.feasibility.rank_plans import JOINT_MODES
 from hotloop.core.files.package_use import PackageUse
 from hotloop.core.number_formats import Float32Switches
+from hotloop.core.records.training import TaskFacts
 from hotloop.core.reporter import SILENT, Report, Reporter, SampleProgress
 from hotloop.core.state import put_values
 from hotloop.core.task_parts.keras import is_built
@@ -55,6 +56,7 @@ class LoweringContext:
         trial_optimizer: an optimizer over stand-ins for the parameters, for inspection; built before the optimizer that
             trains, because a factory may record its last result.
         package: of the compiled step.
+        facts: of the Task, if they are known.
     """
 
     task: Task
@@ -76,6 +78,7 @@ class LoweringContext:
     in_eval: frozenset[str] = frozenset()
     trial_optimizer: torch.optim.Optimizer | None = None
     package: PackageUse = field(default_factory=PackageUse)
+    facts: TaskFacts | None = None
 
     @property
     def say(self) -> Report:

@@ -22,7 +22,7 @@ from hotloop.task import Task
 from hotloop.training.early_stopping import RunOutcome
 from hotloop.training.loop import TrainingLoop
 from hotloop.training.plan_switcher import PlanSwitcher, record_switch, replayed_history
-from hotloop.training.run import FollowerRun, Run
+from hotloop.training.run import Run
 from hotloop.tuning.candidate_process import CandidateProcess, PreparedPlan
 from hotloop.tuning.economics import EAGER_GAIN, LATER_GAIN, LIVE_RACE_S, Payoff, estimate_compile_s, estimate_proof_s
 from hotloop.tuning.race_cache import accepted_parities
@@ -398,7 +398,7 @@ def live_drive(context: RunContext, handle: Run, plan: Plan) -> Drive | None:
     Raises:
         RunError: the journal's switches are damaged, or those of the run to repeat.
     """
-    if isinstance(handle, FollowerRun):
+    if not handle.writes:
         return None
     events = handle.journal()
     history = PlanHistory.from_journal(events)

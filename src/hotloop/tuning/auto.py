@@ -26,7 +26,7 @@ from hotloop.errors import DeviceError, MemoryExhausted, PlanError
 from hotloop.lowering.build import lower, translate_memory_errors
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.program import Program
-from hotloop.lowering.task_facts import task_facts
+from hotloop.lowering.task_facts import task_facts, task_facts_by_digest, trial_optimizer
 from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task
 from hotloop.task_file import LoadedTask
@@ -56,8 +56,8 @@ def lower_cached_or_auto(context: RunContext) -> Program:
     wanted = context.wanted
     plan = resolve_device(wanted.plan)  # a missing device shows before a model is built
     if not wanted.is_auto:
-        return lower(context.task, plan, context.say, context.reporter.bar)
-    context = replace(context, facts=context.facts or facts_with_fingerprint(context.source))
+        return _lower(context, plan)
+    context = with_facts(context)
     assert context.facts is not None
     facts = remaining_facts(context.done, context.facts)
     history = _load_history(context, facts)
@@ -71,11 +71,17 @@ def lower_cached_or_auto(context: RunContext) -> Program:
     return lower_by_rules(context, history)
 
 
+def _lower(context: RunContext, plan: Plan) -> Program:
+    """Lowers a plan; the first one has the model that the facts were computed from."""
+    parts = context.parts.pop() if context.parts else None
+    return lower(context.task, plan, context.say, context.reporter.bar, parts=parts)
+
+
 def _lower_stored(context: RunContext, stored: CachedRace) -> Program | None:
     """Lowers the plan of a stored result; reports why the plan can't be lowered, and returns None."""
     plan = stored.timing.as_plan
     try:
-        program = lower(context.task, plan, context.say, context.reporter.bar)
+        program = _lower(context, plan)
     except (PlanError, MemoryExhausted) as error:
         context.say(f"auto leaves out the stored plan {plan.brief()}: {error.given}")
         return None
@@ -215,7 +221,7 @@ def _lower_first_possible(context: RunContext, choices: list[RankedPlan]) -> tup
     problem = ""
     for choice in choices:
         try:
-            program = lower(context.task, choice.plan, context.say, context.reporter.bar)
+            program = _lower(context, choice.plan)
         except (PlanError, MemoryExhausted) as error:
             if isinstance(error, DeviceError) or choice is choices[-1]:
                 raise
@@ -323,9 +329,31 @@ def feasibility_facts(task: Task, plan: Plan) -> tuple[TaskFacts, Hardware]:
 
 def facts_with_fingerprint(loaded: LoadedTask) -> TaskFacts:
     """Returns the facts; the fingerprint depends on the source, its imports, and the parameters of `task(...)`."""
+    return _inspect(loaded)[0]
+
+
+def with_facts(context: RunContext) -> RunContext:
+    """Returns the context with the facts of the Task, and the model that they were computed from.
+
+    Raises:
+        DeviceError: the plan's device isn't on this machine.
+    """
+    if context.facts is not None or context.program is not None:
+        return context
+    resolve_device(context.wanted.plan)  # a missing device shows before a model is built
+    facts, parts = _inspect(context.source)
+    return replace(context, facts=facts, parts=[parts])
+
+
+def _inspect(loaded: LoadedTask) -> tuple[TaskFacts, LoweringContext]:
+    """Returns the facts for stored results, and a new model and its data with the facts of a run's record."""
     with translate_memory_errors(BASELINE), preserve_generators():
         parts = LoweringContext.from_task(loaded.task, BASELINE)
-        return task_facts(parts, hashlib.sha256(_source_digest(loaded, parts).encode()).hexdigest())
+        parts = replace(parts, trial_optimizer=trial_optimizer(loaded.task, parts.model))
+        stored = hashlib.sha256(_source_digest(loaded, parts).encode()).hexdigest()
+        own = loaded.record.digest if loaded.record else ""
+        facts, recorded = task_facts_by_digest(parts, [stored, own])
+    return facts, replace(parts, facts=recorded)
 
 
 def _source_digest(loaded: LoadedTask, parts: LoweringContext) -> str:
@@ -393,21 +421,13 @@ def _say_notes(notes: list[str], say: Report) -> None:
         say(note)
 
 
-def with_facts_for_step_count(context: RunContext) -> RunContext:
-    """Returns the context with facts if its steps count for later runs: under an explicit `auto`, for a Task in a file.
-
-    Raises:
-        DeviceError: the plan's device isn't on this machine.
-    """
-    wanted = context.wanted
-    if not (wanted.is_auto and wanted.is_explicit) or context.source.record is None:
-        return context
-    resolve_device(wanted.plan)  # a missing device shows before a model is built
-    return replace(context, facts=facts_with_fingerprint(context.source))
+def is_step_count_stored(context: RunContext) -> bool:
+    """Whether the trained steps count for later runs: under an explicit `auto`, for a Task in a file."""
+    return context.wanted.is_auto and context.wanted.is_explicit and context.source.record is not None
 
 
 def count_trained_steps(context: RunContext, steps: int) -> None:
-    """Counts the steps of a run for later runs; see `with_facts_for_step_count`."""
-    if context.facts is not None and steps > 0:
+    """Counts the steps of a run for later runs, see `is_step_count_stored`."""
+    if is_step_count_stored(context) and context.facts is not None and steps > 0:
         where = _race_key(context.wanted, context.facts)
         _say_notes(save_trained_steps(*where, load_trained_steps(*where) + steps), context.say)

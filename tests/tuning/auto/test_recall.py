@@ -18,6 +18,7 @@ from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Timing, Verdict
 from hotloop.core.records.training import SourceRecord
+from hotloop.lowering import task_facts
 from hotloop.plan import Plan
 from hotloop.task import Task
 from hotloop.task_file import LoadedTask, load_task
@@ -144,13 +145,13 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("record", [RECORD, None], ids=["of a file", "of Python"])
-def test_a_model_is_built_once_to_be_looked_at_and_once_to_be_trained(
+def test_the_model_that_gives_the_facts_is_the_one_that_trains(
     record: SourceRecord | None, built: list[int]
 ) -> None:
     """For one of billions of parameters that takes tens of seconds each time."""
     loaded = LoadedTask(a_task(), record, {})
     lower_cached_or_auto(loaded, PlanRequest.with_auto_default(None, {"device": "cpu"}), print).close()
-    assert len(built) == 2
+    assert len(built) == 1
 
 
 FILE = """
@@ -265,3 +266,17 @@ def test_what_was_found_does_not_outlive_a_change_of_code_elsewhere(how: str, tm
         (lab / part).write_text((lab / part).read_text() + "# another forward\n")
         assert now() != before, part
         before = now()
+
+
+@pytest.mark.parametrize("plan", [None, "auto", "baseline", Plan(optimizer="foreach")], ids=str)
+def test_a_training_builds_its_model_and_reads_its_facts_once(
+    plan: Any, built: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = list[int]()
+    monkeypatch.setattr(task_facts, "trial_optimizer", lambda *given: looked.append(1))
+    real = task_facts.inexact_reasons
+    monkeypatch.setattr(task_facts, "inexact_reasons", lambda *given: looked.append(1) or real(*given))
+    (tmp_path / "task.py").write_text(FILE)
+    run, _ = start_run(load_task(str(tmp_path / "task.py")), run=tmp_path / "run", plan=plan, axes={"device": "cpu"})
+    assert len(built) == 1 and looked == [1]
+    assert run.record.facts.parameters == 21
