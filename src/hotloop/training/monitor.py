@@ -14,12 +14,14 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from hotloop.core.callback import View
 from hotloop.core.hardware.system_use import SystemSampler
@@ -29,7 +31,6 @@ from hotloop.errors import HotloopError
 from hotloop.lowering.program import Program
 from hotloop.lowering.training_accuracy import training_accuracy_of
 from hotloop.profiler.model_summary import model_layers
-from hotloop.training.gradient_norm import gradient_norm_of
 
 STATUS_INTERVAL_S = 1.0
 
@@ -209,3 +210,24 @@ def _replace(path: Path, text: str) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def gradient_norm_of(program: Program) -> Callable[[], float | None]:
+    """Returns a function that computes the 2-norm of the stored gradients, after clipping.
+
+    With parallel=data each rank stores the gradient of the whole batch. The norm is None for plans that store no
+    gradients, as compile=step, and for other ranks, whose norm would be a collective operation. The function doesn't
+    prolong the model's life.
+    """
+    plan = program.parts.plan
+    if plan.parallel not in ("none", "data") or plan.compile in ("step", "package"):
+        return lambda: None
+    model = weakref.ref(program.model)
+
+    def norm() -> float | None:
+        found = model()
+        gradients = [] if found is None else [value.grad for value in found.parameters() if value.grad is not None]
+        gradients = [value for value in gradients if value.layout == torch.strided and not value.is_complex()]
+        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else None
+
+    return norm
