@@ -375,4 +375,4 @@ def _plan_of_shape(
 
 
 def rules_plans(task: Task, base: Plan) -> list[Plan]:
-    return [choice.plan for choice in list_options(task, base).choices if choice.plan.compile == base.compile]
+    return [choice.plan for choice in list_options(task, base).uncompiled]

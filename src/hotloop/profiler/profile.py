@@ -146,7 +146,7 @@ def resolve_plan(task: Task, wanted: PlanRequest) -> Plan:
     """Returns the requested plan; for `auto`, its first choice without compilation, which pays in long runs only."""
     if not wanted.is_auto:
         return wanted.plan
-    return next(one.plan for one in list_options(task, wanted.plan).choices if one.plan.compile == wanted.plan.compile)
+    return list_options(task, wanted.plan).uncompiled[0].plan
 
 
 def refuse_for_script(*, plan: bool) -> None:

@@ -102,12 +102,11 @@ def lower_by_rules(context: RunContext, history: RaceHistory) -> Program:
             context.say(f"auto leaves out {line}")
         if why := _why_only_eager(options):
             context.say(f"auto goes on eagerly: {why}")
-    eager = [choice for choice in options.choices if choice.plan.compile == wanted.plan.compile]
     why = why_not_live(context, options.facts) if context.is_live else ""
     if why:
         context.say(f"auto searches for no faster plan beside this training: {why}")
     is_searched = context.is_live and not why
-    program, plan = _lower_first_possible(context, _without_rejected(eager, history, context.say))
+    program, plan = _lower_first_possible(context, _without_rejected(options.uncompiled, history, context.say))
     if wanted.is_explicit:
         context.say(f"auto: {plan.brief()}{', from the first step on' * is_searched}")
     if is_searched:
@@ -252,6 +251,11 @@ class PlanOptions:
     device: Device
     facts: TaskFacts
 
+    @property
+    def uncompiled(self) -> list[RankedPlan]:
+        """The choices that compile nothing unless the user asks for it: they need no proof."""
+        return [one for one in self.choices if one.plan.compile == self.choices[-1].plan.compile]
+
 
 def list_options(task: Task, base: Plan, done: int = 0, facts: TaskFacts | None = None) -> PlanOptions:
     """Applies the rules of `auto`; axes that are set in `base` stay.
@@ -298,8 +302,7 @@ def forecast_from_cache(loaded: LoadedTask, wanted: PlanRequest, say: Report) ->
     def leave_out(line: str) -> None:
         passed_over.append(line.removeprefix("auto leaves out "))
 
-    choices = _without_rejected(options.choices, history, leave_out)
-    choice = next(one for one in choices if one.plan.compile == wanted.plan.compile)
+    choice = _without_rejected(options.uncompiled, history, leave_out)[0]
     compiled = _compiled_candidates(options, wanted, history, choice.plan, leave_out)
     if compiled and (why := why_not_live(context, options.facts)):
         leave_out(f"compile={compiled[0].compile}: {why}")

@@ -51,4 +51,4 @@ def load_finder_task(source: TaskSource, values: Mapping[str, Value]) -> tuple[T
 def rules_plan(task: Task, axes: Mapping[str, Any]) -> Plan:
     """Returns the rules' first plan without a compilation."""
     base = PlanRequest.from_value(AUTO, axes).plan
-    return next(choice.plan for choice in list_options(task, base).choices if choice.plan.compile == base.compile)
+    return list_options(task, base).uncompiled[0].plan
