@@ -302,7 +302,8 @@ def forecast_from_cache(loaded: LoadedTask, wanted: PlanRequest, say: Report) ->
     def leave_out(line: str) -> None:
         passed_over.append(line.removeprefix("auto leaves out "))
 
-    choice = _without_rejected(options.uncompiled, history, leave_out)[0]
+    accepted = _without_rejected(options.choices, history, leave_out)
+    choice = next(one for one in accepted if one in options.uncompiled)
     compiled = _compiled_candidates(options, wanted, history, choice.plan, leave_out)
     if compiled and (why := why_not_live(context, options.facts)):
         leave_out(f"compile={compiled[0].compile}: {why}")
