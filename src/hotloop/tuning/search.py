@@ -146,71 +146,6 @@ class ProgramPool:
 
 
 @dataclass
-class Proofs:
-    """The proofs of one search, best plan first, while all proofs together take less than the plan saves.
-
-    Attributes:
-        accepted: parity classes that a winner may have.
-        steps: of this run; None if unknown.
-        notes: why plans weren't proven.
-        results: plans with their parity, in the order of their proofs.
-        spent_s: seconds of failed proofs.
-    """
-
-    baseline: Plan
-    budget: Budget
-    accepted: Collection[str]
-    prove: Callable[[Timing], Parity]
-    baseline_timing: Timing
-    steps: int | None
-    notes: list[str] = field(default_factory=list)
-    results: list[Timing] = field(default_factory=list)
-    spent_s: float = 0.0
-
-    def first(self, timings: Iterable[Timing]) -> str | None:
-        """Returns the name of the first plan whose proof pays and succeeds; None without one."""
-        waiting = list(timings)
-        while waiting:
-            timing = waiting.pop(0)
-            saves_s = math.inf if self.steps is None else timing.saves_s(self.baseline_timing, self.steps)
-            if why := self._why_proof_fails(timing):
-                self.results.append(timing.proven(Parity(plan=timing.name, parity="unproven", reason=why, states=0)))
-            elif why := self.budget.why_no_proof(saves_s, self.spent_s):
-                self.notes.append(f"{timing.name} was not proven: {why}")
-            else:
-                began, parity = time.perf_counter(), self._prove(timing, bool(waiting))
-                self.results.append(timing.proven(parity))
-                if parity.parity in self.accepted:
-                    return timing.name
-                self.spent_s += time.perf_counter() - began
-        return None
-
-    def _why_proof_fails(self, timing: Timing) -> str:
-        """Returns why a proof would fail: a plan with a part of the changes wasn't proven; empty otherwise."""
-        changes = self._changes(timing)
-        judged = [one for one in self.results if not one.short_of_memory]
-        part = next((one for one in judged if self._changes(one).items() <= changes.items()), None)
-        return "" if part is None else f"it has {part.name}, which is {part.parity}"
-
-    def _changes(self, timing: Timing) -> dict[str, object]:
-        axes = timing.as_plan.model_dump()
-        return {axis: value for axis, value in axes.items() if value != getattr(self.baseline, axis)}
-
-    def _prove(self, timing: Timing, others: bool) -> Parity:
-        """Returns the parity, `unproven` if the proof fails; leaves time for a proof of `others`."""
-        deadline, proof_s = self.budget.deadline, self.budget.proof_s
-        reserve_s = 1.2 * proof_s if others and deadline.left_s > 2.4 * proof_s else 0.0
-        try:
-            with deadline.enforce("its proof", reserve_s=reserve_s):
-                return self.prove(timing)
-        except Exception as error:
-            reason, passing = error_summary(error)
-            if is_out_of_memory(error):
-                reason = f"there was no memory left for a proof ({reason})"
-        return Parity(plan=timing.name, parity="unproven", reason=reason, states=0, short_of_memory=passing)
-
-
-@dataclass
 class PlanSearch:
     """A search for the fastest plan of one Task on one device.
 
@@ -551,16 +486,54 @@ class PlanSearch:
         self.timings = rebase_timings(self._raced, BASELINE, steps)
 
     def _prove_fastest(self, budget: Budget) -> str:
-        """Returns the first plan, best first, that finishes before the baseline and whose proof pays and succeeds."""
+        """Returns the first plan, best first, that finishes before the baseline and whose proof pays and succeeds.
+
+        All proofs together take less than the plan saves.
+        """
         self.pool.release([one.name for one in self.timings.values() if one.verdict != "faster"])
-        accepted = accepted_parities(self.base)
-        proofs = Proofs(self.baseline, budget, accepted, self._prove, self.timings[BASELINE], self.facts.steps)
+        base, steps, accepted = self.timings[BASELINE], self.facts.steps, accepted_parities(self.base)
+        waiting, judged, spent_s = self._faster_timings(budget), list[Timing](), 0.0
+        while waiting:
+            timing = waiting.pop(0)
+            saves_s = math.inf if steps is None else timing.saves_s(base, steps)
+            if why := self._why_proof_fails(timing, judged):
+                parity = Parity(plan=timing.name, parity="unproven", reason=why, states=0)
+            elif why := budget.why_no_proof(saves_s, spent_s):
+                self.notes.append(f"{timing.name} was not proven: {why}")
+                continue
+            else:
+                began, parity = time.perf_counter(), self._prove(timing, budget, bool(waiting))
+                spent_s += time.perf_counter() - began
+            judged.append(timing.proven(parity))
+            self.timings[timing.name] = judged[-1]
+            if parity.parity in accepted:
+                return timing.name
+        return BASELINE
+
+    def _why_proof_fails(self, timing: Timing, judged: Sequence[Timing]) -> str:
+        """Returns why a proof would fail: a plan with a part of the changes wasn't proven; empty otherwise."""
+        changes = self._changes(timing)
+        failed = (one for one in judged if not one.short_of_memory and self._changes(one).items() <= changes.items())
+        part = next(failed, None)
+        return "" if part is None else f"it has {part.name}, which is {part.parity}"
+
+    def _changes(self, timing: Timing) -> dict[str, object]:
+        axes = timing.as_plan.model_dump()
+        return {axis: value for axis, value in axes.items() if value != getattr(self.baseline, axis)}
+
+    def _prove(self, timing: Timing, budget: Budget, others: bool) -> Parity:
+        """Returns the parity, `unproven` if the proof fails; leaves time for a proof of `others`."""
+        self.progress(f"proving {timing.name}", 0.0)
+        deadline, proof_s = budget.deadline, budget.proof_s
+        reserve_s = 1.2 * proof_s if others and deadline.left_s > 2.4 * proof_s else 0.0
         try:
-            winner = proofs.first(self._faster_timings(budget))
-        finally:  # also after Ctrl-C
-            self.timings |= {one.name: one for one in proofs.results}
-            self.notes += proofs.notes
-        return BASELINE if winner is None else winner
+            with deadline.enforce("its proof", reserve_s=reserve_s):
+                return self.prove([self.pool.get_program(timing.name, timing.as_plan)])[0]
+        except Exception as error:
+            reason, passing = error_summary(error)
+            if is_out_of_memory(error):
+                reason = f"there was no memory left for a proof ({reason})"
+        return Parity(plan=timing.name, parity="unproven", reason=reason, states=0, short_of_memory=passing)
 
     def _faster_timings(self, budget: Budget) -> list[Timing]:
         """Returns plans that finish a run with cached compilation before the baseline, fastest first."""
@@ -572,7 +545,3 @@ class PlanSearch:
         base, steps = self.timings[BASELINE], self.facts.steps
         faster = [one for one in self.timings.values() if one.verdict == "faster" and one.saves_s(base, steps) > 0]
         return sorted(faster, key=lambda one: one.saves_s(base, steps), reverse=True)
-
-    def _prove(self, timing: Timing) -> Parity:
-        self.progress(f"proving {timing.name}", 0.0)
-        return self.prove([self.pool.get_program(timing.name, timing.as_plan)])[0]
