@@ -145,9 +145,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("record", [RECORD, None], ids=["of a file", "of Python"])
-def test_the_model_that_gives_the_facts_is_the_one_that_trains(
-    record: SourceRecord | None, built: list[int]
-) -> None:
+def test_the_model_that_gives_the_facts_is_the_one_that_trains(record: SourceRecord | None, built: list[int]) -> None:
     """For one of billions of parameters that takes tens of seconds each time."""
     loaded = LoadedTask(a_task(), record, {})
     lower_cached_or_auto(loaded, PlanRequest.with_auto_default(None, {"device": "cpu"}), print).close()
