@@ -5,7 +5,7 @@
     .venv-bench/bin/python -m bench.auto_models --no-search xlnet bart      what `auto` takes alone: a few minutes each
 
 For each network, in a process of its own: `tune` looks for the fastest plan that is proven equal. Then, in another one that
-finds nothing compiled, the baseline, what `auto` takes for itself (by its rules, and what it compiles, races and proves),
+finds nothing compiled, the baseline, what `auto` takes without a training (the plan of its rules),
 and what was found race once more, since the winner of a search owes a part of its figure to luck. That race gets more time until it has pairs enough for an
 interval. What `tune` raced and left out stands below each. A network, or a plan of that last race, that fails or can't be
 measured is named, and so is one whose steps are slower than the baseline's, or whose run takes longer under what `auto`
@@ -182,8 +182,7 @@ def markdown(measured: Sequence[Row]) -> str:
     head = ("network", "baseline's step", "run", *(cell for way in ways.values() for cell in (way, "run", "plan")))
     about = (
         "Times as fast as the baseline, by the step alone, with 99 % intervals. A run is all of its steps with what it"
-        " takes to start and compile: auto finds nothing compiled, and proves what it compiles before it takes it"
-        f"{', and what tune found may find what auto compiled' if FOUND in ways else ''}."
+        " takes to start and compile. `auto` takes the plan of its rules, and compiles nothing."
         " What failed or wasn't measured is in no mean.\n"
     )
     named = [*failures(measured), *unmeasured(measured), *slower(measured), *longer(measured)]

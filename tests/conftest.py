@@ -46,7 +46,7 @@ def any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         return
     from hotloop.core.hardware import limits
     from hotloop.lowering.rewrites import mm_by_onednn
-    from hotloop.tuning.search import candidates
+    from hotloop.tuning import candidates
 
     monkeypatch.setattr(mm_by_onednn, "is_mkl_slow_here", lambda: False)
     monkeypatch.setattr(candidates, "is_mkl_slow", lambda processor: False)

@@ -17,7 +17,7 @@ from hotloop.errors import HotloopError, PlanError, TaskError, did_you_mean
 from hotloop.plan import Plan
 from hotloop.report.html import CONFIG, write_page
 from hotloop.training.run import Run
-from hotloop.tuning.search import race_cache
+from hotloop.tuning import race_cache
 from tests.support.killed_training import at_step, train
 from tests.support.programs import a_task, trained
 

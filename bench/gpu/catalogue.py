@@ -72,7 +72,7 @@ CHECKS = (
     _check("devices", "measured rates of the chip", Part("rates", 25, 120)),
     _check(
         "train",
-        "hotloop train --plan auto beside the tutorial's loop",
+        "hotloop train --tune beside the tutorial's loop",
         Part("W1", 80, 240),
         Part("W4", 60, 240),
         Part("W6", 140, 420),

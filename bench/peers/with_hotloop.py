@@ -1,7 +1,7 @@
 """hotloop, as `hotloop train` runs it: under `--plan auto`, without a plan, after `--tune`, or under axes that are named.
 
-`auto` searches before the first step, since steps are compared after the search; `train-auto` is `hotloop train --plan auto`,
-which searches while it trains.
+`tune` searches before the first step; `train-auto` is `hotloop train --plan auto`, which searches while it trains; `auto` takes
+what is stored, or the plan of the rules.
 
 python -m bench.peers.with_hotloop W4 --epochs 3 --device cpu auto|train-auto|unasked|tune|baseline|compile=package,threads=1|tune,precision=bf16
 """
@@ -44,7 +44,7 @@ class Counting:
 
 
 def planned(job: Job, loaded: LoadedTask) -> dict[str, Any]:
-    asked = job.options[0] if job.options else "auto"
+    asked = job.options[0] if job.options else "tune"
     base, axes = base_of(asked), {"device": job.device, **axes_of(asked)}
     if base == "tune":
         plan, said = cached_or_tuned_plan(loaded, PlanRequest.from_value("auto", axes))

@@ -91,7 +91,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", help="some of " + ", ".join(peer.name for peer in PEERS))
     parser.add_argument(
         "--plans",
-        help=f"of hotloop: {EXPECTED}; separated by /; default auto, and {REDUCED} beside it on a GPU",
+        help=f"of hotloop: {EXPECTED}; separated by /; default tune, and {REDUCED} beside it on a GPU",
     )
     parser.add_argument("--device", default="cpu", help="where all of them train, such as cuda; default cpu")
     parser.add_argument(
@@ -155,11 +155,11 @@ def check_plans(plans: Sequence[str]) -> None:
     """
     for plan in plans:
         bare = [part for part in plan.split(",")[1:] if "=" not in part]
-        if base_of(plan) not in (*SEARCHING, "baseline") or bare:
+        if base_of(plan) not in (*SEARCHING, "auto", "baseline") or bare:
             raise PlanError(f"--plans {plan}", expected=f"{EXPECTED}, separated by /")
         PlanRequest.from_value("baseline", axes_of(plan))
     if axes_of(plans[0]).get("precision", "default") not in ("default", "fp32"):
-        fix = f"put another before it, as in auto/{plans[0]}"
+        fix = f"put another before it, as in tune/{plans[0]}"
         raise PlanError(
             f"--plans {plans[0]}", expected="first what others are compared with, in no reduced precision", fix=fix
         )

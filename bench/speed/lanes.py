@@ -56,8 +56,8 @@ class Lane:
 
     @property
     def goes_on_unsearched(self) -> bool:
-        """Whether it can run where there was no search; hotloop's `auto` then runs `UNSEARCHED`."""
-        return self.brief or self.options == ("auto",)
+        """Whether it can run where there was no search; hotloop's `tune` then runs `UNSEARCHED`."""
+        return self.brief or self.options == ("tune",)
 
     def missing(self, workload: Workload, device: str = "cpu", *, short: bool = False) -> str:
         """Why the peer doesn't run that workload there; empty if it does."""
@@ -131,19 +131,19 @@ def versions_of_peers() -> dict[str, str]:
     return {name: version(name) for name in names if importlib.util.find_spec(name) is not None}
 
 
-SEARCHING = ("auto", "tune")
+SEARCHING = ("tune",)
 """These search before the first step; `hotloop train --plan auto`, which searches while it trains, is `TRAIN_AUTO`."""
 
 TRAIN_AUTO = "train-auto"
 
 REDUCED = "tune,precision=bf16"
-"""With fewer bits, which nobody gets without asking for them; `auto` compiles nothing where they are asked for."""
+"""With fewer bits, which nobody gets without asking for them."""
 
 FEWER_BITS = f"{OURS}:{REDUCED}"
 """Its lane."""
 
 UNSEARCHED = ("unasked",)
-"""hotloop as it trains where no plan was asked for: what `auto` takes without searching or compiling."""
+"""hotloop as it trains where no plan was asked for: the plan of the rules."""
 
 
 def base_of(plan: str) -> str:
@@ -160,7 +160,7 @@ def axes_of(plan: str) -> dict[str, str]:
 
 def default_plans(device: str) -> str:
     """Of hotloop: on an accelerator also what it takes where fewer bits are allowed."""
-    return "auto" if device == "cpu" else f"auto/{REDUCED}"
+    return "tune" if device == "cpu" else f"tune/{REDUCED}"
 
 
 def ours(plan: str, name: str = OURS) -> Lane:

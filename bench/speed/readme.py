@@ -54,7 +54,7 @@ def overview(found: Summary, where: str) -> str:
         where: device, machine and threads of the measurement.
     """
     caption = (
-        f"The time of a training step under the plan of `auto`, on {where}, and how many times as long a step of the others takes, "
+        f"The time of a training step under the plan of `tune`, on {where}, and how many times as long a step of the others takes, "
         "with 95 % intervals. Below 1 the other is faster."
     )
     return "\n".join([caption, "", *rows(HEAD, list(_cells(found)))])

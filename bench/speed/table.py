@@ -59,7 +59,7 @@ def _workload(found: Summary, workload: str) -> Iterator[str]:
             judged = "" if line.train_loss is not None else "; whether its result is that of the others isn't known"
             yield f"- **failed** meanwhile: {line.name}: {failure}{judged}"
         if line.unsearched:
-            yield f"- {line.name} runs what `auto` takes without a search: {line.unsearched}"
+            yield f"- {line.name} runs the plan of the rules, without a search: {line.unsearched}"
         if line.other_result:
             yield f"- **another result**: the loss of {line.name} isn't that of the tutorial's loop"
     yield from (f"- {line.name} ran `{line.plan}`" for line in lines if line.plan)

@@ -3,7 +3,6 @@ cache, again until it has compiled, and with the cache that these runs have fill
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from bench.speed.caching import Filled, begun, caches, note_filled, own_cache
 from bench.speed.data import samples
 from bench.speed.journal import Journal, Row
-from bench.speed.lanes import OURS, TUTORIAL, Lane, base_of, ours
+from bench.speed.lanes import OURS, TUTORIAL, Lane, ours
 from bench.speed.running import Failed, Marked, Peer, command
 from bench.speed.table import ratio_text, rows
 from bench.speed.targets import RUN_GOALS, SMALL, Target, mean_of
@@ -28,11 +27,6 @@ LONGEST = 20.0
 """Times what the tutorial's loop should take, after which a run is ended."""
 
 COLD, WARM = "cold", "warm"
-
-_MOST_RUNS = 5
-"""Of `auto` with one cache, unless it compiles in the last: what doesn't pay in one run it may compile for those that follow."""
-
-_REMEMBERED, _COMPILES = "stored as the fastest", "auto compiles"
 
 
 def lanes_of(peers: Sequence[Lane], plans: Sequence[str]) -> list[Lane]:
@@ -89,21 +83,16 @@ def whole_runs(
 def _states(lane: Lane, folder: Path, run: Callable[[], Marked]) -> Iterator[tuple[str, Marked]]:
     """Runs of a peer, each with its name; one that compiles begins with an empty cache, and goes on with what that leaves.
 
-    The `warm` run is the second; of `auto`, which may compile later, the first that begins with what it remembers. Where runs
-    were stopped before that, all of them are made again, and of rows with the same name the last counts.
+    Where runs were stopped before the `warm` run, both are made again, and of rows with the same name the last counts.
     """
     if not lane.compiles:
         yield lane.name, run()
         return
     shutil.rmtree(folder, ignore_errors=True)
-    waits = lane.module == "with_hotloop" and base_of(lane.options[0]) == "auto"
-    for number in itertools.count(1):
+    for state in (COLD, WARM):
         marked = run()
-        compiles, remembers = (any(what in line for line in marked.said) for what in (_COMPILES, _REMEMBERED))
-        is_warm = number > 1 and (not waits or remembers or (number >= _MOST_RUNS and not compiles))
-        state = WARM if is_warm else COLD if number == 1 else f"run {number}"
         yield f"{lane.name}, {state}", marked
-        if is_warm or marked.failure:
+        if marked.failure:
             return
 
 

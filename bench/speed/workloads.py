@@ -22,7 +22,7 @@ class Workload:
         data: which data set, see `data.py`.
         batch: samples in a step.
         budget_s: what a session of a short bench takes, all peers warm.
-        search_s: what `auto` takes to find, compile, race and prove the plan of a long run, from an empty cache.
+        search_s: what `tune` takes to find, compile, race and prove the plan of a long run, from an empty cache.
         gigabytes: what a process that trains it takes, roughly; so many are in memory at a time as there is room for.
         judged: samples on which loss and accuracy are taken after a session, each.
         drops: whether the network has dropout, whose masks differ between libraries.

@@ -42,7 +42,7 @@ An error is a document as well, with exit code 1 or 2:
 | `devices` | [Hardware](#hardware), and `advice`: lines |
 | `train` | `run`: its folder, `plan`: all axes, `epochs`: a row per epoch as in `metrics.jsonl`, `final`: test figures, `reason` |
 | `run` | [ScriptRun](#scriptrun) |
-| `plan` | `plan`, `why`, `remembered`, `compiled`, `compiled_why`, `passed_over`, `left_open`, `refused`, `device` |
+| `plan` | `plan`, `why`, `remembered`, `compiled`, `passed_over`, `left_open`, `refused`, `device` |
 | `race`, `tune` | [Verdict](#verdict); `race --scale` [RaceScaling](#racescaling) and `page` |
 | `check` | [Parity](#parity) |
 | `profile` | [Profile](#profile), and `pages`: files |

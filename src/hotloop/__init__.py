@@ -28,7 +28,7 @@ _HOME = {
     "estimate_step": "hotloop.advisor.advice",
     "choose_plan": "hotloop.api",
     "lower": "hotloop.lowering.build",
-    "check": "hotloop.tuning.check",
+    "check": "hotloop.tuning.race",
     "race": "hotloop.tuning.race",
     "tune": "hotloop.tuning.tune",
     "profile": "hotloop.profiler.profile",
@@ -86,8 +86,7 @@ if TYPE_CHECKING:
     from hotloop.profiler.profile import profile
     from hotloop.task import Parameters, Task
     from hotloop.training.run import Run
-    from hotloop.tuning.check import check
-    from hotloop.tuning.race import race
+    from hotloop.tuning.race import check, race
     from hotloop.tuning.tune import tune
 
 

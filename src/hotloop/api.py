@@ -40,9 +40,9 @@ from hotloop.report.progress import summary as training_summary
 from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask
 from hotloop.training.resume import check_files
-from hotloop.training.run import FollowerRun, Run
+from hotloop.training.run import Run
 from hotloop.training.start import resume_run, start_run, task_of_run
-from hotloop.tuning.auto.recall import forecast_from_cache
+from hotloop.tuning.auto import forecast_from_cache
 from hotloop.tuning.run_context import RunContext
 
 
@@ -110,7 +110,7 @@ def fit(
         finally:
             display.close()
         brief = handle.plan.brief() + ("" if resume or replay else plan_origin(plan, axes))
-        for line in [] if isinstance(handle, FollowerRun) else training_summary(handle.path, brief, ended.final):
+        for line in training_summary(handle.path, brief, ended.final) if handle.writes else []:
             display.say(line)
         return handle
 

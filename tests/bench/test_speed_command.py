@@ -104,11 +104,11 @@ def test_who_computes_on_the_cpu_alone_is_left_out_elsewhere_with_the_reason(tmp
 
 def test_fewer_bits_are_raced_on_an_accelerator_where_nobody_says_otherwise() -> None:
     assert [one.name for one in bench.own_lanes(default_plans("cuda").split("/"))] == [OURS, f"{OURS}:{REDUCED}"]
-    assert bench.plans_of(bench.parsed(["W4"])) == ["auto"]
+    assert bench.plans_of(bench.parsed(["W4"])) == ["tune"]
 
 
 def test_what_compiles_nothing_gets_no_start_of_its_own() -> None:
-    plans = ("auto", "tune", "tune,precision=bf16", "compile=step,threads=1", "compile=forward")
+    plans = ("tune", "tune,precision=bf16", "compile=step,threads=1", "compile=forward")
     compiles = {plan: ours(plan).compiles for plan in plans}
     assert all(compiles.values())
     assert not any(ours(plan).compiles for plan in ("baseline", "optimizer=fused,threads=1", "compile=none"))
@@ -123,7 +123,7 @@ def test_what_compiles_nothing_gets_no_start_of_its_own() -> None:
         (["--plans", "best,precision=bf16"], "--plans best,precision=bf16; expected auto"),
         (["--plans", "compil=step"], "compil"),
         (["--plans", "compile=step,threads"], "threads"),
-        (["--plans", "tune,precision=bf16"], "Put another before it, as in auto/tune,precision=bf16"),
+        (["--plans", "tune,precision=bf16"], "Put another before it, as in tune/tune,precision=bf16"),
         (["--device", "warp"], "warp"),
         (["--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
         (["--minutes", "-3"], "--minutes: -3; expected a number above 0"),

@@ -136,7 +136,7 @@ def searched(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     *,
-    lane: str | Lane = "auto",
+    lane: str | Lane = "tune",
     seconds: float | None = None,
 ) -> tuple[Bench, list[tuple[str, int, object]]]:
     """A bench of W4 with the tutorial's loop and a lane that searches, whose process is of that kind; with the epochs and
@@ -167,7 +167,7 @@ def searched(
 def test_a_search_fills_the_cache_that_is_measured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, begun_with = searched(tmp_path, monkeypatch, "plain")
     long = math.ceil(bench_sessions.STEPS * 64 / 60_000)
-    ours_ = ("with_hotloop", long, ("auto",))
+    ours_ = ("with_hotloop", long, ("tune",))
     assert begun_with == [ours_, ("tutorial", long, ()), ours_]
     one = made.journal.rows[0]["lanes"][OURS]
     assert one["windows"] and one["cache"] == "warm" and one["first_start"]["cache"] == "cold"
@@ -189,14 +189,14 @@ def test_a_search_that_is_cut_off_leaves_a_measurement_without_it(
     one = made.journal.rows[0]["lanes"][OURS]
     assert one["windows"] and "first step within 4 s" in one["unsearched"]
     text = markdown(summary(made.journal.rows, {}, {}, OURS))
-    assert "hotloop runs what `auto` takes without a search: its search came to nothing" in text
+    assert "hotloop runs the plan of the rules, without a search: its search came to nothing" in text
 
 
 @pytest.mark.more
 def test_who_cannot_go_without_a_search_is_left_out_where_there_is_no_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, begun_with = searched(tmp_path, monkeypatch, "plain", lane="tune", seconds=40)
+    made, begun_with = searched(tmp_path, monkeypatch, "plain", lane="tune,precision=bf16", seconds=40)
     assert [module for module, *_ in begun_with] == ["tutorial"]
     assert "left to --search" in made.journal.rows[0]["lanes"][OURS]["failure"]
 

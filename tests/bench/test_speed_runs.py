@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from collections.abc import Sequence
@@ -17,18 +16,17 @@ from bench.speed.lanes import PEERS, TUTORIAL, Lane
 from bench.speed.running import Marked
 from bench.speed.whole import lanes_of, whole_runs, whole_table, whole_targets
 from bench.speed.workloads import WORKLOADS
-from hotloop.tuning.auto import auto, recall
 from tests.support.bench.fake_peers import PEER
 
 SAID = {
-    "c": "auto compiles: a step takes 2 ms, so compiling should save about 80 s",
-    "r": "auto: compile=package, stored as the fastest that is proven equal",
-    "x": "auto goes on eagerly: a step takes 2 ms",
+    "c": "tune: compile=package, 1.50 times as fast as the baseline",
+    "r": "tune: compile=package, stored as the fastest that is proven equal",
+    "x": "tune: nothing proven equal is faster",
 }
 
 
-def whole(path: Path, monkeypatch: pytest.MonkeyPatch, says: str, *, rounds: int = 1, plan: str = "auto") -> list[str]:
-    """Lanes of whole runs in order, each of hotloop's with what it says: that it compiles, remembers, or neither."""
+def whole(path: Path, monkeypatch: pytest.MonkeyPatch, says: str, *, rounds: int = 1, plan: str = "tune") -> list[str]:
+    """Lanes of whole runs in order, each of hotloop's with what it says."""
 
     def command(module: str, workload: str, options: object, epochs: int, device: str) -> list[str]:
         return [sys.executable, "-c", PEER, workload, "plain", "--epochs", str(epochs)]
@@ -52,25 +50,8 @@ def whole(path: Path, monkeypatch: pytest.MonkeyPatch, says: str, *, rounds: int
     return [row["lane"].removeprefix(f"hotloop {plan}, ") for row in journal.rows]
 
 
-@pytest.mark.few("compiled at once", "compiled later")
-@pytest.mark.parametrize(
-    ("says", "lanes"),
-    [
-        ("cr", ["cold", "warm"]),
-        ("xxcr", ["cold", "run 2", "run 3", "warm"]),
-        ("xxxxx", ["cold", "run 2", "run 3", "run 4", "warm"]),
-        ("xxxxcr", ["cold", "run 2", "run 3", "run 4", "run 5", "warm"]),
-    ],
-    ids=["compiled at once", "compiled later", "never compiled", "compiled in the last"],
-)
-def test_a_warm_run_is_the_first_that_begins_with_what_is_remembered(
-    says: str, lanes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert whole(tmp_path, monkeypatch, says) == [TUTORIAL, *lanes]
-
-
-def test_hotloop_still_says_what_the_bench_goes_by() -> None:
-    assert module._REMEMBERED in inspect.getsource(recall) and module._COMPILES in inspect.getsource(auto)
+def test_the_second_run_is_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert whole(tmp_path, monkeypatch, "cr") == [TUTORIAL, "cold", "warm"]
 
 
 def test_a_plan_that_is_named_is_warm_in_its_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,17 +95,17 @@ def test_whole_runs_are_held_against_their_targets() -> None:
     def run(lane: str, seconds: float) -> dict:
         return {"workload": "W4", "lane": lane, "round": 0, "epochs": 3, **asdict(Marked(total_s=seconds))}
 
-    found = [run(TUTORIAL, 120.0), run("hotloop auto, cold", 100.0), run("hotloop auto, warm", 40.0)]
+    found = [run(TUTORIAL, 120.0), run("hotloop tune, cold", 100.0), run("hotloop tune, warm", 40.0)]
     verdicts = {one.where: one.verdict for one in whole_targets(found, "cpu")}
-    assert verdicts["W4, whole run over tutorial, hotloop auto, cold"] == "missed by 20%"
-    assert verdicts["W4, whole run over tutorial, hotloop auto, warm"] == "met"
+    assert verdicts["W4, whole run over tutorial, hotloop tune, cold"] == "missed by 20%"
+    assert verdicts["W4, whole run over tutorial, hotloop tune, warm"] == "met"
     assert len(verdicts) == 2  # there is no mean of one network
     everywhere = [row | {"workload": name} for name in ("W1", "W2", "W3", "W5") for row in found]
-    everywhere += [run(TUTORIAL, 120.0), run("hotloop auto, cold", 10.0), run("hotloop auto, warm", 40.0)]
+    everywhere += [run(TUTORIAL, 120.0), run("hotloop tune, cold", 10.0), run("hotloop tune, warm", 40.0)]
     means = {one.where: one.reached for one in whole_targets(everywhere, "cpu") if "mean" in one.where}
     assert means == {
-        "W1 to W5, whole run, mean over tutorial, hotloop auto, cold": pytest.approx((1.2**4 * 12) ** 0.2),
-        "W1 to W5, whole run, mean over tutorial, hotloop auto, warm": pytest.approx(3.0),
+        "W1 to W5, whole run, mean over tutorial, hotloop tune, cold": pytest.approx((1.2**4 * 12) ** 0.2),
+        "W1 to W5, whole run, mean over tutorial, hotloop tune, warm": pytest.approx(3.0),
     }
 
 

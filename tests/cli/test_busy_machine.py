@@ -17,10 +17,10 @@ from hotloop.profiler.step_costs import cpu_probe
 from hotloop.report.race import winner_sentence
 from hotloop.task_file import load_task
 from hotloop.tuning import race, tune
-from hotloop.tuning.auto.recall import facts_with_fingerprint
+from hotloop.tuning.auto import facts_with_fingerprint
 from hotloop.tuning.contenders import RaceSpec
-from hotloop.tuning.live.stored_speed import ProvenPlan, store_speed
-from hotloop.tuning.search.race_cache import races_folder
+from hotloop.tuning.race_cache import races_folder
+from hotloop.tuning.window_race import ProvenPlan, store_speed
 from tests.cli.test_advise import CHIPS, one_line, rates_of
 from tests.support.busy_machine import pretend_load
 from tests.support.processes.in_process_command import SMALL, Hotloop

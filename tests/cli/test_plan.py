@@ -16,9 +16,9 @@ from hotloop.core.records.race import Timing, Verdict
 from hotloop.plan import Plan
 from hotloop.task_file import load_task
 from hotloop.training.run import Run
-from hotloop.tuning.auto.recall import facts_with_fingerprint
+from hotloop.tuning.auto import facts_with_fingerprint
+from hotloop.tuning.race_cache import save_races
 from hotloop.tuning.run_context import RunContext
-from hotloop.tuning.search.race_cache import save_races
 from tests.conftest import RunCli
 from tests.support.auto_plans import BY_RULES, FUSED, KEPT
 from tests.support.processes.in_process_command import SMALL, Hotloop

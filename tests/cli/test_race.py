@@ -18,7 +18,7 @@ from tests.support.processes.in_process_command import SMALL, Hotloop, commands
 
 @pytest.fixture
 def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
-    monkeypatch.setattr("hotloop.tuning.search.race_cache.races_folder", lambda: tmp_path / "kept")
+    monkeypatch.setattr("hotloop.tuning.race_cache.races_folder", lambda: tmp_path / "kept")
     monkeypatch.setattr("hotloop.tuning.races.measure.WARM_UP_S", 0.01)
     monkeypatch.setattr("hotloop.tuning.races.rounds._WINDOW_S", {"cpu": 0.0005})
     # So many pairs and no more, on a busy machine too: what they come to is for tests of races.

@@ -20,8 +20,7 @@ from hotloop.errors import PlanError
 from hotloop.plan import Plan
 from hotloop.report.run_report import run_report
 from hotloop.training.run import Run
-from hotloop.tuning import tune
-from hotloop.tuning.search import program_pool, search
+from hotloop.tuning import search, tune
 from tests.support.processes.in_process_command import SMALL, Hotloop, commands
 
 CPU = ("--device", "cpu")
@@ -211,14 +210,14 @@ def test_what_was_raced_before_the_proof_ended_is_kept(
 def test_a_plan_that_was_set_and_can_t_be_run_is_told_each_time(
     hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lowered = program_pool.lower
+    lowered = search.lower
 
     def lower(task: Any, plan: Plan) -> Any:
         if plan.threads == 1:
             raise PlanError("threads=1 is planted")
         return lowered(task, plan)
 
-    monkeypatch.setattr(program_pool, "lower", lower)
+    monkeypatch.setattr(search, "lower", lower)
     for _ in range(2):
         done = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "30s")
         assert done.code == 1 and "threads=1, as you set it, can't be run: threads=1 is planted" in done.err

@@ -20,7 +20,7 @@ from hotloop.lowering.program import Program
 from hotloop.lowering.transforms import accumulation
 from hotloop.lowering.transforms.accumulation import MeanDraws, split_batch
 from hotloop.plan import BASELINE, Plan
-from hotloop.tuning.auto.auto import feasibility_facts
+from hotloop.tuning.auto import feasibility_facts
 from tests.lowering.test_cpu_plans import IMAGES, STEPS, assert_equal_within_rounding
 from tests.support.programs import a_task, advance, through_file
 from tests.support.tasks.model_families import FAMILIES, family

@@ -14,13 +14,12 @@ import hotloop
 from hotloop.core.records.race import Parity
 from hotloop.core.state import differing_paths
 from hotloop.plan import Plan
+from hotloop.training import live_search
 from hotloop.training.cadence import SpanPacer
-from hotloop.training.live import live_search
 from hotloop.training.run import Run
-from hotloop.tuning.auto import recall
-from hotloop.tuning.live import window_race
-from hotloop.tuning.live.candidate_process import PreparedPlan
-from hotloop.tuning.live.live_payoff import LivePayoff
+from hotloop.tuning import auto, window_race
+from hotloop.tuning.candidate_process import PreparedPlan
+from hotloop.tuning.economics import Payoff
 from tests.support.tasks.full_state_task import task
 
 OTHERS: tuple[dict[str, str], ...] = ({"precision": "bf16"}, {"optimizer": "forloop"})
@@ -32,7 +31,7 @@ class ProvenAtOnce:
 
     lost_s, is_paused = 0.0, False
 
-    def __init__(self, task: Any, training: Any, plans: list[Plan], *arguments: Any) -> None:
+    def __init__(self, task: Any, training: Any, eager: Plan, plans: list[Plan], *arguments: Any) -> None:
         self.plan, self.spare_time, self._polls = plans[0], self, 0
 
     def poll(self) -> PreparedPlan | None:
@@ -55,10 +54,10 @@ def patch_search(setattr_: Callable[[Any, str, Any], None], *, child: type | Non
         child: in place of the real child process; None for the real one.
     """
 
-    def candidates(context: Any, eager: Plan, memory: Any) -> list[Plan]:
+    def candidates(options: Any, wanted: Any, history: Any, eager: Plan, say: Any) -> list[Plan]:
         return [eager.with_axes(**axes) for axes in OTHERS]
 
-    setattr_(recall, "live_candidates", candidates)
+    setattr_(auto, "live_candidates", candidates)
     if child is not None:
         setattr_(live_search, "CandidateProcess", child)
     setattr_(window_race, "WINDOW_S", 0.0)
@@ -69,7 +68,7 @@ def patch_search(setattr_: Callable[[Any, str, Any], None], *, child: type | Non
     setattr_(live_search, "_FIRST_SPANS", 1)
     setattr_(live_search, "_LAST_S", 0.0)
     setattr_(live_search, "_LAST_RACE_S", 0.0)
-    setattr_(LivePayoff, "is_worthwhile", property(lambda self: True))
+    setattr_(Payoff, "is_worthwhile", property(lambda self: True))
     setattr_(SpanPacer, "steps", lambda self: 1)
 
 

@@ -14,9 +14,8 @@ from hotloop.task_file import LoadedTask
 from hotloop.training import start
 from hotloop.training.early_stopping import RunOutcome
 from hotloop.training.run import Run
-from hotloop.tuning.auto import auto, recall
+from hotloop.tuning import auto
 from hotloop.tuning.run_context import RunContext
-from hotloop.tuning.search.payoff import RaceHistory
 
 Say = Callable[[str], None]
 
@@ -36,12 +35,9 @@ def resume_run(path: Path, *, task: Task | None = None, say: Say = silent, **opt
     return start.resume_run(RunContext(loaded, reporter=Reporter(say), **options), path)
 
 
-def lower_requested(
-    task: Task, wanted: PlanRequest, say: Say = silent, memory: RaceHistory = auto.EMPTY_HISTORY, **fields: Any
-) -> Program:
-    context = RunContext(LoadedTask(task, None, {}), wanted=wanted, reporter=Reporter(say), **fields)
-    return auto.lower_requested(context, memory)
+def lower_requested(task: Task, wanted: PlanRequest, say: Say = silent, **fields: Any) -> Program:
+    return lower_cached_or_auto(LoadedTask(task, None, {}), wanted, say, **fields)
 
 
 def lower_cached_or_auto(loaded: LoadedTask, wanted: PlanRequest, say: Say = silent, **fields: Any) -> Program:
-    return recall.lower_cached_or_auto(RunContext(loaded, wanted=wanted, reporter=Reporter(say), **fields))
+    return auto.lower_cached_or_auto(RunContext(loaded, wanted=wanted, reporter=Reporter(say), **fields))

@@ -18,8 +18,8 @@ from hotloop.core.number_formats import IEEE, TORCH_DEFAULTS
 from hotloop.lowering.build import lower
 from hotloop.plan import BASELINE, Plan
 from hotloop.training.run import Run
-from hotloop.tuning.search import race_cache
-from hotloop.tuning.search.race_cache import load_races
+from hotloop.tuning import race_cache
+from hotloop.tuning.race_cache import load_races
 from tests.support.programs import a_task
 from tests.support.tuning.handmade_verdicts import VERSIONS, timing, verdict
 

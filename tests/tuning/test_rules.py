@@ -28,8 +28,7 @@ BEST = {
     "one step less": (CPU, {"steps": MIN_COMPILED_STEPS - 1}, {"optimizer": "fused"}),
     "a stream of unknown length": (CPU, {"data": "Stream", "steps": None}, {"optimizer": "fused"}),
     "a long one without a compiler": (NO_COMPILER, LONG, {"optimizer": "fused"}),
-    "a long one on a GPU": (GPU, LONG, {"device": "cuda:0", "optimizer": "fused", "compile": "step",
-                                        "residency": "device"}),
+    "a long one on a GPU": (GPU, LONG, {"device": "cuda:0", "optimizer": "fused", "residency": "device"}),
     "data as large as the memory": (SMALL_GPU, {}, {"device": "cuda:0", "optimizer": "fused"}),
     "samples": (CPU, {"data": "Samples", "data_bytes": None}, {"residency": "host", "optimizer": "fused"}),
     "samples of a single epoch": (CPU, {"data": "Samples", "data_bytes": None, "steps": 100}, {"optimizer": "fused"}),
@@ -111,13 +110,6 @@ def test_what_should_pay_and_cannot_be_run_is_named_with_the_reason() -> None:
     assert "C++ compiler" in violation.reason
     assert skipped_hints(facts(**LONG), CPU, Plan()) == []
     assert skipped_hints(facts(**LONG), NO_COMPILER, Plan(compile="none")) == []
-
-
-def test_what_was_set_may_stand_in_the_way() -> None:
-    half = Plan(device="cuda:0", precision="fp16")
-    [(wish, violation)] = skipped_hints(facts(**LONG), GPU, half)
-    assert (wish.axis, violation.axes) == ("compile", ("compile", "precision"))
-    assert {choice.plan.compile for choice in rank_plans(facts(**LONG), GPU, half)} == {"none"}
 
 
 @pytest.mark.parametrize(

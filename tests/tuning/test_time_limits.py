@@ -16,12 +16,12 @@ from hotloop.lowering.build import lower
 from hotloop.plan import Plan
 from hotloop.task_file import LoadedTask
 from hotloop.tuning import race, tune
+from hotloop.tuning import search as module
 from hotloop.tuning.contenders import RaceSpec
+from hotloop.tuning.economics import Budget
 from hotloop.tuning.races import measure
 from hotloop.tuning.races.measure import Contender
-from hotloop.tuning.search import program_pool
-from hotloop.tuning.search.budget import Budget
-from hotloop.tuning.search.findings import BASELINE
+from hotloop.tuning.search import BASELINE
 from tests.support.programs import a_task
 from tests.support.tasks.model_families import family
 from tests.support.tuning.fake_races import HALF, Races, searching
@@ -47,7 +47,7 @@ def timed(act: Callable[[], Any]) -> tuple[Any, float]:
 
 def lowering_endlessly(compiled: bool) -> Callable[..., Any]:
     """Lowers a plan as it is; compiled plans take for ever."""
-    lowered = program_pool.lower
+    lowered = module.lower
 
     def lower(task: Any, plan: Plan) -> Any:
         return endless() if compiled and plan.compile != "none" else lowered(task, plan)
@@ -80,10 +80,10 @@ def test_a_compilation_that_takes_too_long_is_ended_and_the_plan_without_it_is_p
         time_limit_s=10.0,
         say=said.append,
     )
-    search.pool.lower = lowering_endlessly(compiled=True)
-    monkeypatch.setattr("hotloop.tuning.search.search.profile_step", lambda program: HALF)
-    monkeypatch.setattr("hotloop.tuning.search.search.estimate_compile_s", lambda *given: 0.1)
-    monkeypatch.setattr("hotloop.tuning.search.compile_payoff.estimate_compile_s", lambda *given: 0.1)
+    monkeypatch.setattr(module, "lower", lowering_endlessly(compiled=True))
+    monkeypatch.setattr("hotloop.tuning.search.profile_step", lambda program: HALF)
+    monkeypatch.setattr("hotloop.tuning.search.estimate_compile_s", lambda *given: 0.1)
+    monkeypatch.setattr("hotloop.tuning.economics.estimate_compile_s", lambda *given: 0.1)
     search.deadline = Deadline.from_limit(10.0)
     winner, took_s = timed(search.run)
     assert winner == "optimizer=fused", (search.notes, search.timings)
@@ -106,8 +106,8 @@ def test_a_proof_that_takes_too_long_is_ended_and_leaves_time_for_the_next_one(m
         time_limit_s=10.0,
         prove=proving(lambda name: "fused" in name),
     )
-    monkeypatch.setattr("hotloop.tuning.search.budget.PROOF_STEPS", 100)
-    monkeypatch.setattr("hotloop.tuning.search.search.combine_changes", lambda *given: {})
+    monkeypatch.setattr("hotloop.tuning.economics.PROOF_STEPS", 100)
+    monkeypatch.setattr("hotloop.tuning.search.combine_changes", lambda *given: {})
     monkeypatch.setattr(search, "_race_best_again", lambda *given: search.base)
     search.deadline = Deadline.from_limit(10.0)
     winner, took_s = timed(search.run)
@@ -126,8 +126,8 @@ def test_what_no_stage_of_a_search_ends_the_search_ends(monkeypatch: pytest.Monk
 
 
 def test_tune_ends_by_its_time_limit_and_does_not_remember_what_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.tuning.search.search.PlanSearch._race_eager", endless)
-    monkeypatch.setattr("hotloop.tuning.search.search.Runner.quick_estimate", lambda self, seconds: (1e-3, 0.0))
+    monkeypatch.setattr("hotloop.tuning.search.PlanSearch._race_eager", endless)
+    monkeypatch.setattr("hotloop.tuning.search.Runner.quick_estimate", lambda self, seconds: (1e-3, 0.0))
     verdict, took_s = timed(lambda: hotloop.tune(a_task(epochs=100), device="cpu", time_limit="8s", progress=False))
     assert verdict.winner == BASELINE and took_s < BOUND_S
     # On a busy machine so little is left when the search begins that no race is begun.

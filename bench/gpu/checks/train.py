@@ -1,4 +1,4 @@
-"""`hotloop train --plan auto` as a user starts it: a cold start, a warm one, and the plan beside the tutorial's loop."""
+"""`hotloop train --tune` as a user starts it: a cold start, a warm one, and the plan beside the tutorial's loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.gpu.loops import hotloop_steps, in_turn, kernels_of, ratios, tutorial
 from bench.gpu.setting import Result, Setting
 
 EPOCHS = 1000
-"""Of the run that `auto` plans for: a long one, which `seconds` end."""
+"""Of the run that the search plans for: a long one, which `seconds` end."""
 
 TARGETS = {"W1": 10.0, "W4": 10.0, "W6": 1.5}
 """How many times as long the tutorial's loop should take; noted, and no reason to fail."""
@@ -39,7 +39,7 @@ def run(part: str, setting: Setting) -> Result:
         f" {starts['warm']['first_step_s']:.0f} s warm"
     )
     is_slower = setting.judges_times and ratio["high"] is not None and ratio["high"] < 1
-    wrong = f"auto is slower than the tutorial's loop: {figure}" if is_slower else ""
+    wrong = f"the plan is slower than the tutorial's loop: {figure}" if is_slower else ""
     return Result(figure, {"starts": starts, **measured, "target": TARGETS[part]}, wrong)
 
 
@@ -53,7 +53,7 @@ def start(part: str, name: str, folder: Path, setting: Setting) -> dict[str, Any
     arguments = setting.task(part, epochs=epochs, marks=marks, seconds=seconds)
     began = time.time()
     process = started(
-        *("train", *arguments, "--plan", "auto", "--device", setting.device, "--run", str(run), "--json"),
+        *("train", *arguments, "--tune", "--device", setting.device, "--run", str(run), "--json"),
         cache=folder / "cache",
     )
     done = ended(process, (0, _SIGTERM))

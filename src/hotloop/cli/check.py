@@ -72,7 +72,7 @@ def check(
     from hotloop.report.plan import parity_page
     from hotloop.task import override_fields
     from hotloop.task_file import load_task
-    from hotloop.tuning.check import check_requested
+    from hotloop.tuning.race import check_requested
 
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
     with stdout_for(as_json), progress_bar("comparing", of="") as progress:

@@ -142,9 +142,9 @@ def train(
     A stored result is the fastest plan that an earlier search proved equal, for a Task in a file, this machine and
     these versions. The rules choose by facts of Task and machine, without a measurement; their plan isn't proven:
     hotloop check proves it. A search without a winner leaves the baseline, or the rules if too little was measured.
-    Where a search beside the training isn't possible, as on an accelerator, --plan auto searches before the first
-    step if compiling saves twice its cost. --plan replay:RUN repeats a run of --plan auto, bit by bit.
-    With --set alone a run uses the baseline with these axes. hotloop plan shows the choice.
+    Where a search beside the training isn't possible, as on an accelerator, --plan auto doesn't search, and one line
+    says why. --plan replay:RUN repeats a run of --plan auto, bit by bit. With --set alone a run uses the baseline with
+    these axes. hotloop plan shows the choice.
 
     Ctrl-C, SIGTERM and SIGHUP save and stop. Exit code 0: finished, or stopped by --stop-after.
     """
@@ -187,7 +187,7 @@ def train(
     from hotloop.report.progress import TrainingDisplay, summary
     from hotloop.task import override_fields
     from hotloop.task_file import load_task
-    from hotloop.training.run import FollowerRun, Run
+    from hotloop.training.run import Run
     from hotloop.training.start import check_options
     from hotloop.tuning.run_context import RunContext
 
@@ -232,7 +232,7 @@ def train(
                 handle, ended = api.start_run(replace(context, loaded=loaded), run, began)
         finally:
             display.close()
-    if isinstance(handle, FollowerRun):
+    if not handle.writes:
         return  # rank 0 prints the result
     origin = "" if resume is not None or replay is not None else " (--tune)" if tune else plan_origin(plan, axes)
     for line in summary(handle.path, handle.plan.brief() + origin, ended.final):

@@ -65,13 +65,13 @@ class PlanForecast:
     Attributes:
         remembered: the proven fastest plan of an earlier race; else None.
         choice: the plan of the rules and of earlier races, used without `remembered`.
-        compiled: compiled or recorded plans that training tries if a few timed steps show a gain, and a proof succeeds.
+        compiled: compiled plans that a search beside the training tries if timed steps show that a compilation pays.
         passed_over, left_open, refused, device: see `PlanOptions`.
     """
 
     remembered: Plan | None
     choice: RankedPlan
-    compiled: list[RankedPlan]
+    compiled: list[Plan]
     passed_over: list[str]
     left_open: list[str]
     refused: list[InfeasibleValue]

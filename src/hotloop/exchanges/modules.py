@@ -41,7 +41,7 @@ from hotloop.margins import TYPICAL_LIMIT, WORST_LIMIT
 from hotloop.profiler.base.tensor_facts import has_gradient
 from hotloop.profiler.base.transparency import hide_from_compiler, hide_from_warnings
 from hotloop.scripts.child import raise_signal_error, strip_own_frames
-from hotloop.tuning.live.spare_time import SpareTime
+from hotloop.tuning.spare_time import SpareTime
 
 _WATCHED_STEPS = 3
 """Steps in which the networks are found."""

@@ -61,7 +61,7 @@ from hotloop.task_file import (
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
 from hotloop.training.run import Run, is_run
 from hotloop.training.start import resume_run, start_run
-from hotloop.tuning.auto.auto import feasibility_facts, list_options
+from hotloop.tuning.auto import feasibility_facts, list_options
 from hotloop.tuning.run_context import RunContext
 
 _LOCK_S = 60.0
@@ -345,7 +345,7 @@ def _plan_of_shape(
 
 
 def rules_plans(task: Task, base: Plan) -> list[Plan]:
-    return [choice.plan for choice in list_options(task, base).choices if choice.plan.compile == base.compile]
+    return [choice.plan for choice in list_options(task, base).uncompiled]
 
 
 # --- plans of a study with `--plan auto`: the fastest proven plan of each shape of network, found once

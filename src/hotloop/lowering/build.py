@@ -80,6 +80,7 @@ def lower(
     say: Say = lambda line: None,
     during: ProgressReporter | None = None,
     package: PackageUse | None = None,
+    parts: LoweringContext | None = None,
 ) -> Program:
     """Makes a Task runnable under a Plan; the caller's random generators keep their state.
 
@@ -87,6 +88,7 @@ def lower(
         say: shows a line to the user, such as the size of data read into memory.
         during: shows the progress of slow operations; `say` gets lines by default.
         package: which packages a compiled step may use; None for any, also a new one.
+        parts: model and data of the Task that no other Program uses; default new ones.
 
     Raises:
         DeviceError: this machine lacks the plan's device.
@@ -98,9 +100,15 @@ def lower(
     if plan.ranked:
         plan = plan.with_axes(ranks=World.from_group(plan).ranks)  # a resumed run may have another number of ranks
     with translate_memory_errors(plan), preserve_generators():
-        parts = LoweringContext.from_task(task, plan)
-        parts = replace(parts, reporter=Reporter(say, during), package=package or PackageUse())
-        parts = replace(parts, trial_optimizer=trial_optimizer(task, parts.model))
+        parts = parts or LoweringContext.from_task(task, plan)
+        parts = replace(
+            parts,
+            plan=plan,
+            world=World.from_group(plan),
+            reporter=Reporter(say, during),
+            package=package or PackageUse(),
+            trial_optimizer=parts.trial_optimizer or trial_optimizer(task, parts.model),
+        )
         _check_plan(parts)
         for transform in TRANSFORMS:
             parts = transform(parts)
@@ -204,7 +212,7 @@ def _check_plan(parts: LoweringContext) -> None:
     """Refuses an infeasible plan. The baseline is always feasible and needs no probe of the machine."""
     if not is_plain(parts.plan) or parts.plan.threads or parts.plan.workers:
         device = str(check_device(parts.plan.device))
-        check(parts.plan.with_axes(device=device), task_facts(parts), probe_hardware(device))
+        check(parts.plan.with_axes(device=device), parts.facts or task_facts(parts), probe_hardware(device))
 
 
 def _make_feed(parts: LoweringContext) -> Feed:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from hotloop.core.feasibility import JOINT_MODES
 from hotloop.core.files.package_use import PackageUse
 from hotloop.core.number_formats import Float32Switches
+from hotloop.core.records.training import TaskFacts
 from hotloop.core.reporter import SILENT, Reporter, SampleProgress, Say
 from hotloop.core.state import put_values
 from hotloop.core.task_parts.models import (
@@ -60,6 +61,7 @@ class LoweringContext:
         trial_optimizer: an optimizer over stand-ins for the parameters, for inspection; built before the optimizer that
             trains, because a factory may record its last result.
         package: of the compiled step.
+        facts: of the Task, if they are known.
     """
 
     task: Task
@@ -81,6 +83,7 @@ class LoweringContext:
     in_eval: frozenset[str] = frozenset()
     trial_optimizer: torch.optim.Optimizer | None = None
     package: PackageUse = field(default_factory=PackageUse)
+    facts: TaskFacts | None = None
 
     @property
     def say(self) -> Say:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -147,6 +147,11 @@ _IMAGE_DIMENSIONS = (4, 5)
 
 def task_facts(parts: LoweringContext, source_digest: str = "") -> TaskFacts:
     """Returns the facts of the Task of `parts`; `source_digest` is the hash of the Task's source, if known."""
+    return task_facts_by_digest(parts, [source_digest])[0]
+
+
+def task_facts_by_digest(parts: LoweringContext, source_digests: Sequence[str]) -> list[TaskFacts]:
+    """Returns the facts with the fingerprint of each hash of the Task's source."""
     roles, model = parts.task.roles, parts.model
     with preserve_attributes(parts.task):
         batch = first_batch(roles)
@@ -168,10 +173,10 @@ def task_facts(parts: LoweringContext, source_digest: str = "") -> TaskFacts:
     dimensions = {value.ndim for value in model.parameters()}
     input_dimensions = {value.ndim for value in tree_tensors(batch_inputs(batch))}
     has_image_weights = not dimensions.isdisjoint(_IMAGE_DIMENSIONS)
-    return TaskFacts(
+    facts = TaskFacts(
         **known | {"exact": roles.is_exact and not inexact},
         inexact=inexact,
-        fingerprint=fingerprint(parts.task, model, optimizer, batch, known | counted, source_digest),
+        fingerprint="",
         **_optimizer_facts(optimizer, model),
         images=has_image_weights or not input_dimensions.isdisjoint(_IMAGE_DIMENSIONS),
         convolutions=has_image_weights,
@@ -182,6 +187,10 @@ def task_facts(parts: LoweringContext, source_digest: str = "") -> TaskFacts:
         data_bytes=roles.train.nbytes() if isinstance(roles.train, Table) else None,
         steps=None if roles.batches is None else roles.batches * parts.task.epochs,
     )
+    fingerprints = (
+        fingerprint(parts.task, model, optimizer, batch, known | counted, digest) for digest in source_digests
+    )
+    return [facts.model_copy(update={"fingerprint": value}) for value in fingerprints]
 
 
 def has_batch_normalization(model: nn.Module) -> bool:

@@ -39,7 +39,7 @@ from hotloop.report.race import race_progress_bar
 from hotloop.scripts.script_process import run_script
 from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask
-from hotloop.tuning.auto.auto import feasibility_facts, list_options
+from hotloop.tuning.auto import feasibility_facts, list_options
 from hotloop.tuning.contenders import RaceSpec
 from hotloop.tuning.race import PROVE, Prove, race_loaded
 
@@ -140,7 +140,7 @@ def resolve_plan(task: Task, wanted: PlanRequest) -> Plan:
     """Returns the requested plan; for `auto`, its first choice without compilation, which pays in long runs only."""
     if not wanted.is_auto:
         return wanted.plan
-    return next(one.plan for one in list_options(task, wanted.plan).choices if one.plan.compile == wanted.plan.compile)
+    return list_options(task, wanted.plan).uncompiled[0].plan
 
 
 def refuse_for_ranks(plan: Plan, *, try_remedies: bool) -> None:

@@ -15,7 +15,7 @@ from hotloop.core.records.race import Convergence, Parity
 from hotloop.report.blocks import Block, Section, facts, lines, table, terminal_table, text, tiles
 
 if TYPE_CHECKING:
-    from hotloop.core.feasibility import PlanForecast, RankedPlan
+    from hotloop.core.feasibility import PlanForecast
 
 
 _STORED = "stored as the fastest that is proven equal"
@@ -36,13 +36,11 @@ def plan_page(forecast: PlanForecast, requested: Collection[str] = (), *, has_al
     lines += [f"{first}: {choice.plan.brief()}", *(f"  {reason}" for reason in choice.why)]
     if forecast.compiled:
         tries = "that" if len(forecast.compiled) == 1 else "one or two of these"
-        if any(one.plan.compile == "none" for one in forecast.compiled):
-            tries += ", and one with compile=none,"
         lines.append(
             f"  unless compiled it is faster and proven: --plan auto tries {tries} if timed steps show "
             "that a compilation pays:"
         )
-        lines += _with_new_reasons(forecast.compiled)
+        lines += [f"    {plan.brief()}" for plan in forecast.compiled]
     lines += [f"auto leaves out {line}" for line in forecast.passed_over]
     lines += [f"train finds out about {line}" for line in forecast.left_open]
     lines += _plan_file(forecast, requested, has_all_axes)
@@ -57,14 +55,6 @@ def _plan_file(forecast: PlanForecast, requested: Collection[str], has_all_axes:
     yield from (f"  {line}" for line in plan.to_toml(axes).splitlines())
 
 
-def _with_new_reasons(choices: Sequence[RankedPlan]) -> Iterator[str]:
-    reasons = set[str]()
-    for choice in choices:
-        yield f"    {choice.plan.brief()}"
-        yield from (f"      {reason}" for reason in choice.why if reason not in reasons)
-        reasons.update(choice.why)
-
-
 def refusals_table(refused: Sequence[InfeasibleValue]) -> Table:
     """Returns the infeasible values, each with the reason and the fix."""
     table = Table(title="Can't be run here", title_justify="left", title_style="bold")
@@ -77,14 +67,13 @@ def refusals_table(refused: Sequence[InfeasibleValue]) -> Table:
 
 
 def plan_document(forecast: PlanForecast) -> dict[str, Any]:
-    """Returns the page's content as a document: `plan` runs, and `compiled` plans are raced and proven before."""
+    """Returns the page's content as a document: `plan` runs, and training tries the `compiled` plans."""
     remembered, choice = forecast.remembered, forecast.choice
     return {
         "plan": (remembered or choice.plan).model_dump(),
         "why": list(choice.why) if remembered is None else [_STORED],
         "remembered": remembered is not None,
-        "compiled": [one.plan.model_dump() for one in forecast.compiled] if remembered is None else [],
-        "compiled_why": [list(one.why) for one in forecast.compiled] if remembered is None else [],
+        "compiled": [plan.model_dump() for plan in forecast.compiled] if remembered is None else [],
         "passed_over": forecast.passed_over,
         "left_open": forecast.left_open,
         "refused": [

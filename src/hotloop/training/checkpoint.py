@@ -11,22 +11,24 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, get_type_hints
 
 import numpy as np
 import safetensors.torch
 import torch
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 from safetensors import SafetensorError
 from torch import Tensor
 
 from hotloop.core.files.atomic_files import open_regular, read_regular, write_named
+from hotloop.core.files.run_folder import Count
 from hotloop.core.records.training import EpochRecord
 from hotloop.core.state import Position, State
 from hotloop.errors import CheckpointError, RunError, shorten, type_name
-from hotloop.training.checkpoint_schema import Metadata, check_state, position_contradiction
 
 _FILE_NAME = re.compile(r"step-(\d{9,})-([0-9a-f]{64})\.safetensors")
 _VERSION = "2"
@@ -124,10 +126,10 @@ def decode(content: bytes, path: Path) -> Checkpoint:
                 fix="start a new run",
             )
         state = {name: _unpack(value, tensors) for name, value in document["state"].items()}
-        meta = Metadata.model_validate(document)
+        meta = _Metadata.model_validate(document)
         best = BestEpoch(**meta.best.model_dump()) if meta.best else None
         position = Position(**meta.position.model_dump())
-        return Checkpoint(State(**check_state(state), position=position), meta.history, best, meta.epoch_s)
+        return Checkpoint(State(**_check_state(state), position=position), meta.history, best, meta.epoch_s)
     except (SafetensorError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a checkpoint of hotloop", fix="take one from a run folder") from error
 
@@ -254,7 +256,7 @@ class CheckpointFolder:
         for path in self.files():
             try:
                 checkpoint = load(path)
-                if why := position_contradiction(asdict(checkpoint.state.position), checkpoint.history):
+                if why := _position_contradiction(asdict(checkpoint.state.position), checkpoint.history):
                     raise CheckpointError(f"{path.name} is damaged: {why}")
             except CheckpointError as error:
                 self._bad.add(path)
@@ -329,3 +331,65 @@ def has_only_finite_parameters(state: State) -> bool:
     trained = [state.parameters[name] for group in state.optimizer["groups"] for name in group["params"]]
     values = [value for value in trained if value.numel() and (value.is_floating_point() or value.is_complex())]
     return bool(torch.isfinite(torch.nn.utils.get_total_norm(values, float("inf")))) if values else True
+
+
+class _PositionSchema(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    step: Count
+    epoch: Count
+    batch: Count
+
+
+class _BestSchema(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    epoch: Annotated[int, Field(strict=True, ge=1)]
+    figure: float
+    file: Annotated[str, StringConstraints(pattern=r"^[^/\x00]*$")]
+
+
+class _Metadata(BaseModel):
+    """All fields of the document except the State; the checksum shows that a document is unchanged, this that it is valid."""
+
+    position: _PositionSchema
+    history: list[EpochRecord]
+    best: _BestSchema | None
+    epoch_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _check_state(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parts of a State unchanged, after each field was checked against its annotation.
+
+    Raises:
+        ValueError: a part has another type than its annotation, or parameters or buffers are absent.
+    """
+    types = _part_types()
+    for name, value in given.items():
+        if name in types:  # State's constructor rejects unknown names
+            types[name].validate_python(value)
+    return dict(given)
+
+
+@cache
+def _part_types() -> dict[str, TypeAdapter[Any]]:
+    """The type checker of each part of a State."""
+    hints = get_type_hints(State)
+    arbitrary = ConfigDict(arbitrary_types_allowed=True, strict=True)
+    return {
+        field.name: TypeAdapter(hints[field.name], config=arbitrary)
+        for field in fields(State)
+        if field.name != "position"
+    }
+
+
+def _position_contradiction(position: Mapping[str, int], history: Sequence[EpochRecord]) -> str:
+    """Returns why the position contradicts the completed epochs; empty if it agrees with them."""
+    done = history[-1].step if history else 0
+    if position["epoch"] != len(history) or any(record.epoch != n for n, record in enumerate(history, 1)):
+        return f"it is in epoch {position['epoch'] + 1}, and has {len(history)} epochs before it"
+    if position["step"] != done + position["batch"]:
+        return (
+            f"it is {position['batch']} batches into an epoch that began at step {done}, and at step {position['step']}"
+        )
+    return ""

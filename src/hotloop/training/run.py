@@ -48,10 +48,14 @@ _WRITTEN_AXES = tuple(axis for axis, field in Plan.model_fields.items() if field
 
 
 class Run:
-    """The folder of one training; `plan` is the last plan, `plan_reasons` its reasons, `task` the Task if known."""
+    """The folder of one training; `plan` is the last plan, `plan_reasons` its reasons, `task` the Task if known.
 
-    def __init__(self, path: Path, record: RunRecord, plan: Plan) -> None:
-        self.path, self.record, self.plan = path, record, plan
+    Args:
+        writes: False on ranks other than the first, which write and lock nothing.
+    """
+
+    def __init__(self, path: Path, record: RunRecord, plan: Plan, *, writes: bool = True) -> None:
+        self.path, self.record, self.plan, self.writes = path, record, plan, writes
         self.checkpoints = CheckpointFolder(path / "checkpoints")
         self.task: Any = None
         self.plan_reasons: list[str] = []
@@ -95,7 +99,7 @@ class Run:
             raise RunError(f"{path} exists and is not a run", expected="a new folder", fix="choose another with --run")
 
     @classmethod
-    def open(cls, path: str | Path) -> Run:
+    def open(cls, path: str | Path, *, writes: bool = True) -> Run:
         """Opens the run in `path`.
 
         Raises:
@@ -118,7 +122,7 @@ class Run:
         if lacking:
             more = " and more" * (len(lacking) > 3)
             raise _damaged(path / "plan.toml", f"it doesn't say {', '.join(lacking[:3])}{more}")
-        run = cls(path, record, plan)
+        run = cls(path, record, plan, writes=writes)
         text = (read_regular(path / "plan.toml") or b"").decode()
         run._is_changed = document.get("seal") != _seal(document, text)
         return run
@@ -142,7 +146,7 @@ class Run:
 
     def as_written(self) -> Run:
         """Reads the run from its folder again."""
-        return Run.open(self.path)
+        return Run.open(self.path) if self.writes else self
 
     def lock(self) -> None:
         """Locks the run for this process, and removes incomplete files of a killed one.
@@ -150,6 +154,8 @@ class Run:
         Raises:
             RunError: another process trains in the run.
         """
+        if not self.writes:
+            return
         with translate_write_errors(self.path):
             if not (self._acquire_lock(0) or self._acquire_stale_lock()):
                 raise RunError(f"{self.path} is being trained by another process", fix="wait for it, or stop it")
@@ -182,11 +188,12 @@ class Run:
         if self._reached is not None:
             self._reached.close()
             self._reached = None
-        self._lock.release()
+        if self.writes:
+            self._lock.release()
 
     def discard(self) -> bool:
         """Removes the folder of a run without a step or a checkpoint; otherwise returns False."""
-        if self.reached() or self.checkpoints.files():
+        if not self.writes or self.reached() or self.checkpoints.files():
             return False
         shutil.rmtree(self.path, ignore_errors=True)
         return True
@@ -195,9 +202,9 @@ class Run:
         """Stores another plan or record."""
         before = self.plan, self.record
         self.plan, self.record = plan or self.plan, record or self.record
-        if self.plan != before[0]:
+        if self.writes and self.plan != before[0]:
             write_atomic(self.path / "plan.toml", self.plan.to_toml())
-        if (self.plan, self.record) != before:
+        if self.writes and (self.plan, self.record) != before:
             write_atomic(self.path / "run.json", _with_seal(self.record, self.plan))
 
     def note_inexact(self, reason: str) -> bool:
@@ -218,8 +225,9 @@ class Run:
 
     def log(self, event: str, **fields: Any) -> None:
         """Appends a line to the journal, durably."""
-        line = _as_line({"event": event, "time": round(time.time(), 3), **fields})
-        append(self.path / "journal.jsonl", line.encode())
+        if self.writes:
+            line = _as_line({"event": event, "time": round(time.time(), 3), **fields})
+            append(self.path / "journal.jsonl", line.encode())
 
     def log_start(self, event: str, **fields: Any) -> None:
         self.log(event, **fields, plan=self.plan.brief(), plan_reasons=self.plan_reasons, machine=machine_name())
@@ -252,6 +260,8 @@ class Run:
 
     def mark(self, step: int) -> None:
         """Records at low cost that steps before `step` may be done; after a kill this tells how many are repeated."""
+        if not self.writes:
+            return
         path = self.path / "reached"
         with translate_write_errors(path):
             if self._reached is None:
@@ -274,12 +284,16 @@ class Run:
 
     def write_metrics(self, history: list[EpochRecord]) -> None:
         """Rewrites both tables."""
+        if not self.writes:
+            return
         rows = [record.flat() for record in history]
         write_atomic(self.path / "metrics.jsonl", "".join(map(_as_line, rows)))
         write_atomic(self.path / "metrics.csv", _as_csv(rows, header=True))
 
     def add_metrics(self, record: EpochRecord) -> None:
         """Appends one epoch to both tables."""
+        if not self.writes:
+            return
         row = record.flat()
         table = self.path / "metrics.csv"
         first = not table.exists() or table.stat().st_size == 0
@@ -313,40 +327,6 @@ class Run:
             if event["event"] == "final":
                 return {key: value for key, value in event.items() if key not in ("event", "time")}
         return None
-
-
-class FollowerRun(Run):
-    """The run of ranks other than the first, which write nothing."""
-
-    def as_written(self) -> Run:
-        return self
-
-    def lock(self) -> None:
-        pass
-
-    def unlock(self) -> None:
-        pass
-
-    def discard(self) -> bool:
-        return False
-
-    def keep(self, *, plan: Plan | None = None, record: RunRecord | None = None) -> None:
-        self.plan, self.record = plan or self.plan, record or self.record
-
-    def log(self, event: str, **fields: Any) -> None:
-        pass
-
-    def log_start(self, event: str, **fields: Any) -> None:
-        pass
-
-    def mark(self, step: int) -> None:
-        pass
-
-    def write_metrics(self, history: list[EpochRecord]) -> None:
-        pass
-
-    def add_metrics(self, record: EpochRecord) -> None:
-        pass
 
 
 def is_run(path: Path) -> bool:

@@ -45,16 +45,16 @@ from hotloop.task_file import LoadedTask
 from hotloop.training import tensorboard
 from hotloop.training.cadence import CheckpointCadence
 from hotloop.training.early_stopping import EarlyStopping, RunOutcome
-from hotloop.training.live.live_training import live_drive
-from hotloop.training.live.replay import check_same_task, with_replayed_plan, without_live_request
+from hotloop.training.live_search import live_drive
 from hotloop.training.loggers.adapters import ADAPTERS, check_loggers
 from hotloop.training.loggers.figure_logger import FigureLogger
 from hotloop.training.loop import train_loop
 from hotloop.training.monitor import monitor_of
+from hotloop.training.plan_switcher import check_same_task, with_replayed_plan, without_live_request
 from hotloop.training.rehearsal import RehearsalRequest, Rehearsals
 from hotloop.training.resume import check_files, check_overrides, describe_files, task_of_run
-from hotloop.training.run import FollowerRun, Run, is_run
-from hotloop.tuning.auto.recall import count_trained_steps, lower_cached_or_auto, with_facts_for_step_count
+from hotloop.training.run import Run, is_run
+from hotloop.tuning.auto import count_trained_steps, is_step_count_stored, lower_cached_or_auto, with_facts
 from hotloop.tuning.run_context import RunContext
 
 
@@ -86,7 +86,7 @@ def start_run(context: RunContext, run: Path | None = None, began: float | None 
         context = context.with_overrides()
         until = began + check_options(context.task, context.stop_after, context.checkpoint_every or "auto")
         path = ranks.world.broadcast_object(lambda: _new_folder(run, context.task.name))
-        context = with_facts_for_step_count(replace(context, until=until))
+        context = with_facts(replace(context, until=until))
         program, reasons = _lower(context)
         handle = _create_run(context, path, program, ranks)
         handle.plan_reasons = reasons
@@ -117,7 +117,7 @@ def _create_run(context: RunContext, path: Path, program: Program, ranks: RankSe
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         source=source,
         overrides=dict(context.overrides),
-        facts=task_facts(as_requested, source.digest if source else ""),
+        facts=program.parts.facts or task_facts(as_requested, source.digest if source else ""),
         classes=list(task.classes or task.roles.classes),
         note=task.roles.note,
         checkpoint_every=context.checkpoint_every or "auto",
@@ -133,7 +133,10 @@ def _create_run(context: RunContext, path: Path, program: Program, ranks: RankSe
     made = (path, record, program.parts.plan)
     ranks.begin(str(path.absolute()))  # before the run exists, so that ranks that are started again find the run
     with close_on_error(program):
-        handle = Run.create(*made, context.source.files) if ranks.world.is_rank_zero else FollowerRun(*made)
+        if ranks.world.is_rank_zero:
+            handle = Run.create(*made, context.source.files)
+        else:
+            handle = Run(*made, writes=False)
     if ranks.world.is_rank_zero and source is not None:
         for note in trust_run(record, path):
             context.say(note)
@@ -185,7 +188,7 @@ def _feasible_own_plan(own: Plan, axes: Mapping[str, Any]) -> Plan:
 
 def _resume_in_rank(context: RunContext, path: Path, ranks: RankSession) -> tuple[Run, RunOutcome]:
     say, every, overrides = context.say, context.checkpoint_every, context.overrides
-    handle = Run.open(path) if ranks.world.is_rank_zero else FollowerRun.open(path)
+    handle = Run.open(path, writes=ranks.world.is_rank_zero)
     for damage in handle.damages() if ranks.world.is_rank_zero else ():
         say(damage)
     passed_s = ranks.begin(str(path.absolute()), ranks.cut_short_at(path, theirs=True))
@@ -221,7 +224,7 @@ def _resume_in_rank(context: RunContext, path: Path, ranks: RankSession) -> tupl
     for reason in handle.record.facts.inexact:
         say(reason)
     with _restore_switches(handle, wanted, say):
-        context = with_facts_for_step_count(context)
+        context = with_facts(context) if is_step_count_stored(context) else context
         with _run_locked(context, handle):
             program, handle.plan_reasons = _lower(context)
             return handle, _train(context, handle, program, ranks.limit_s)
@@ -268,7 +271,7 @@ def _run_locked(context: RunContext, handle: Run) -> Iterator[None]:
         raise error
     finally:
         handle.unlock()
-        if not isinstance(handle, FollowerRun):
+        if handle.writes:
             count_trained_steps(context, handle.reached() - reached)
 
 
@@ -290,7 +293,7 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
         return ready.pop() if ready else lower(task, single_worker_plan(plan) if plan.parallel == "async" else plan)
 
     changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every")}
-    drive = context.drive or live_drive(context, handle, plan)
+    drive = live_drive(context, handle, plan)
     compares = drive is None and _takes_same_steps(context, handle, plan)  # a search may resume with another plan
     handle.keep(plan=plan, record=handle.as_written().record.model_copy(update=changed))
     handle.task = task
@@ -302,7 +305,7 @@ def _train(context: RunContext, handle: Run, program: Program, limit_s: float | 
         if handle.note_inexact(reason):
             say(reason)
     writers: list[Any] = []
-    if not isinstance(handle, FollowerRun):
+    if handle.writes:
         context.store_plan_search(handle.path)
         writers = [monitor_of(program, say), *_figure_loggers(task, handle, say)]
     load = LoadMeter()
@@ -341,7 +344,7 @@ def _takes_same_steps(context: RunContext, handle: Run, plan: Plan) -> bool:
 
 def _rehearsals(context: RunContext, handle: Run) -> Rehearsals | None:
     request = RehearsalRequest.parse(context.rehearse)
-    if request.limit == 0 or isinstance(handle, FollowerRun):
+    if request.limit == 0 or not handle.writes:
         return None
     return Rehearsals(handle, request, context.say, started_s=time.process_time())
 

@@ -1,4 +1,4 @@
-"""The race of plans: measures speed and proves parity."""
+"""Races and checks of plans: measures their speed, and proves that they give the baseline's result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hotloop.core.hardware.devices import check_device, resolve_device
@@ -19,17 +20,19 @@ from hotloop.core.records.race import Crossover, Parity, RaceScaling, Timing, Ve
 from hotloop.core.reporter import Progress, Reporter, Say
 from hotloop.core.terminal import Terminal
 from hotloop.errors import DeviceError, HotloopError, TaskError, error_summary
-from hotloop.parity.proof import prove_plans
+from hotloop.lowering.failures.explanation import explain_error
+from hotloop.parity.convergence import check_convergence, check_seeds
+from hotloop.parity.proof import prove_plans, prove_programs
 from hotloop.plan import BASELINE, Plan
 from hotloop.report.race import race_progress_bar
 from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask, load_task
-from hotloop.tuning.auto.recall import facts_with_fingerprint, lower_cached_or_auto
-from hotloop.tuning.contenders import PlanReference, RaceSpec
+from hotloop.tuning.auto import facts_with_fingerprint, lower_cached_or_auto
+from hotloop.tuning.contenders import PlanReference, RaceSpec, check_comparable
+from hotloop.tuning.race_cache import save_races
 from hotloop.tuning.races.crossover import Point, crossovers
 from hotloop.tuning.races.measure import Contender, measure
 from hotloop.tuning.run_context import RunContext
-from hotloop.tuning.search.race_cache import save_races
 
 DEFAULT_RACE_S = 60.0
 """Seconds of the measured windows without a time limit."""
@@ -138,7 +141,7 @@ def race_loaded(
     )
     known = loaded.record is not None  # without its source a Task has no unique fingerprint
     # Also before the proof, which may be interrupted or run out of memory.
-    notes = save_races(_with_choice_as_startup(verdict, entries)) if known else []
+    notes = save_races(verdict) if known else []
     if prove is not None:
         try:
             plans = _with_proofs(task, measured.plans, baseline, prove, progress, deadline)
@@ -147,20 +150,10 @@ def race_loaded(
         else:
             found = {"plans": plans, "winner": best_plan_name(plans, baseline, proven=True)}
         verdict = verdict.model_copy(update={**found, "seconds": time.monotonic() - began})
-        notes = save_races(_with_choice_as_startup(verdict, entries)) if known and verdict.ended is None else notes
+        notes = save_races(verdict) if known and verdict.ended is None else notes
     for note in notes:
         say(note)
     return verdict
-
-
-def _with_choice_as_startup(verdict: Verdict, entries: Mapping[str, PlanRequest]) -> Verdict:
-    """Returns the verdict without the compiled plan of `auto`, whose startup includes the search; `auto` caches it."""
-    plans = [
-        one
-        for one in verdict.plans
-        if one.name == verdict.baseline or not entries[one.name].is_auto or one.plan.get("compile", "none") == "none"
-    ]
-    return verdict.model_copy(update={"plans": plans})
 
 
 def _resolved_plan(plan: Plan) -> Plan:
@@ -267,3 +260,61 @@ def _crossovers(races: Sequence[Verdict], sizes: Sequence[float]) -> list[Crosso
 
     names = [timing.name for timing in races[0].plans if timing.name != baseline]
     return [found for name in names for found in crossovers(name, points(name), points(baseline))]
+
+
+CheckProgress = Callable[[str, int, int], None]
+"""Called with the activity, the completed number, and the total."""
+
+
+def check(
+    task: Task,
+    plan: Plan | str | Path,
+    *,
+    device: str | None = None,
+    converge: int = 0,
+    say: Say = lambda line: None,
+    progress: CheckProgress = lambda doing, done, total: None,
+) -> Parity:
+    """Returns whether a plan gives the same result as the baseline on its device, with the evidence.
+
+    Args:
+        plan: a `Plan`, a TOML file, `auto` or `arrays`.
+        device: overrides the plan's device.
+        converge: also train to the end with this number of seeds, under the plan and the baseline, and compare the ends.
+            If a training fails, or at Ctrl-C, the result has what was trained, and `convergence.ended` says why.
+        say: called with notes of lowering.
+        progress: called with the numbers of compared states and of completed trainings.
+
+    Raises:
+        PlanError: the plan can't be run here.
+        HotloopError: a step of the baseline itself can't be run.
+    """
+    return check_requested(
+        LoadedTask(task, None, {}),
+        PlanRequest.from_value(plan, {} if device is None else {"device": device}),
+        converge=converge,
+        say=say,
+        progress=progress,
+    )
+
+
+def check_requested(
+    loaded: LoadedTask, wanted: PlanRequest, *, converge: int, say: Say, progress: CheckProgress
+) -> Parity:
+    """Checks like `check`; `auto` is the plan that `train` takes."""
+    check_comparable(wanted.plan)
+    if converge:
+        check_seeds(converge)
+    task = loaded.task
+    program = lower_cached_or_auto(RunContext(loaded, wanted=wanted, reporter=Reporter(say)))
+    try:
+        parity = prove_programs(task, [program], progress=lambda *count: progress("states", *count))[0]
+        plan = program.parts.plan
+    except Exception as error:  # the baseline's own step can't be run
+        raise explain_error(error, program, None) from error
+    finally:
+        program.close()
+    if not converge:
+        return parity
+    found = check_convergence(task, plan, converge, lambda *count: progress("trainings", *count))
+    return parity.model_copy(update={"convergence": found})

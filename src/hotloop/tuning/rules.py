@@ -131,10 +131,9 @@ def _residency_hints(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterat
 
 def _compile_hints(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[PlanHint]:
     device = find_device(plan, hardware)
-    value = {"cpu": "package", "cuda": "step"}.get(device.kind if device else "")
-    if value and is_long_run(facts) and not facts.recurrent:
+    if device is not None and device.kind == "cpu" and is_long_run(facts) and not facts.recurrent:
         why = f"with {facts.steps:,} steps a compilation may pay, and train times some steps to decide"
-        yield PlanHint("compile", value, f"compile={value}: {why}")
+        yield PlanHint("compile", "package", f"compile=package: {why}")
 
 
 def why_not_compiled(facts: TaskFacts, kind: str) -> str:
@@ -169,5 +168,9 @@ def _baseline_reasons(facts: TaskFacts, hardware: Hardware, base: Plan) -> Itera
         run = "a stream doesn't say how many steps there are" if facts.steps is None else f"{facts.steps:,} steps"
         yield f"compile=none: a compilation is tried from {MIN_COMPILED_STEPS:,} steps on ({run})"
     device = find_device(plan, hardware)
-    if "compile" not in kept and device is not None and (why := why_not_compiled(facts, device.kind)):
+    if "compile" in kept or device is None:
+        return
+    if why := why_not_compiled(facts, device.kind):
         yield f"compile=none: {why}"
+    elif is_long_run(facts) and device.kind != "cpu":
+        yield "compile=none: a search beside the training compiles for a CPU alone; --tune searches before the training"

@@ -14,6 +14,7 @@ from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Verdict
 from hotloop.core.records.training import TaskFacts
 from hotloop.core.reporter import SILENT, Reporter
+from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.program import Program
 from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task, override_fields
@@ -41,10 +42,11 @@ class RunContext:
         plan_searches: results of races and proofs that chose the plan, in order; the search of a plan adds to the list.
         has_reports: draw the learning curves and write TensorBoard's files when training stops.
         program: a Program that is lowered already, in place of one by the plan.
-        is_live: `auto` searches while the run trains, where that is possible, and not before its first step.
-        candidates: plans for the search of a live run; the choice of the first plan adds to the list.
+        is_live: `auto` searches while the run trains, where that is possible.
+        candidates: plans for the search while the run trains; the choice of the first plan adds to the list.
         replay: a run whose plans this run uses at the same steps.
-        facts: of the Task with its fingerprint, for all steps of the run; None where not computed yet.
+        facts: of the Task with the fingerprint of stored results, for all steps of the run; None where not computed yet.
+        parts: the model and the data that the facts were computed from; the first lowering takes them from the list.
     """
 
     loaded: LoadedTask | None = None
@@ -70,6 +72,7 @@ class RunContext:
     is_live: bool = False
     replay: Path | None = None
     candidates: list[Plan] = field(default_factory=list)
+    parts: list[LoweringContext] = field(default_factory=list)
 
     @property
     def source(self) -> LoadedTask:

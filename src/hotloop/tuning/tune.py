@@ -25,14 +25,20 @@ from hotloop.plan import Plan
 from hotloop.report.race import race_progress_bar
 from hotloop.task import Task, override_fields
 from hotloop.task_file import LoadedTask
-from hotloop.tuning.auto.recall import cached_best_race, facts_with_fingerprint
+from hotloop.tuning.auto import cached_best_race, facts_with_fingerprint
+from hotloop.tuning.candidates import SEARCHED_AXES
 from hotloop.tuning.contenders import check_comparable
+from hotloop.tuning.race_cache import (
+    FailedSearch,
+    delete_failed_search,
+    load_failed_search,
+    load_races,
+    save_failed_search,
+    save_races,
+    search_key,
+)
 from hotloop.tuning.rules import rank_plans
-from hotloop.tuning.search import failed_searches
-from hotloop.tuning.search.candidates import SEARCHED_AXES
-from hotloop.tuning.search.findings import BASELINE
-from hotloop.tuning.search.race_cache import load_races, save_races
-from hotloop.tuning.search.search import PlanSearch
+from hotloop.tuning.search import BASELINE, PlanSearch
 
 
 def tune(
@@ -160,7 +166,7 @@ def _rules_plan(facts: TaskFacts, hardware: Hardware, base: Plan, start: Plan) -
 
 def _search_key(facts: TaskFacts, base: Plan, start: Plan) -> dict[str, Any]:
     axes = start.model_dump(include=base.model_fields_set | {"device", "precision"})
-    return failed_searches.search_key(facts.fingerprint, machine_name(), speed_versions(), axes)
+    return search_key(facts.fingerprint, machine_name(), speed_versions(), axes)
 
 
 def _cache_failed_search(
@@ -169,17 +175,15 @@ def _cache_failed_search(
     """Caches a search without a better plan, if it had results, a quiet machine, and enough memory, disk space and time."""
     step_ms = verdict.plan(BASELINE).step_ms
     if verdict.winner != BASELINE:
-        failed_searches.delete_failed_search(key)
+        delete_failed_search(key)
     elif (
         search.has_results
         and step_ms
         and not verdict.busy
         and not (search.deadline.is_met or any(one.short_of_memory for one in verdict.plans))
     ):
-        failed_searches.save_failed_search(
-            failed_searches.FailedSearch(
-                key=key, steps=steps, step_s=step_ms / 1e3, time_limit_s=limit_s, left_open=verdict.left_open
-            )
+        save_failed_search(
+            FailedSearch(key=key, steps=steps, step_s=step_ms / 1e3, time_limit_s=limit_s, left_open=verdict.left_open)
         )
 
 
@@ -225,9 +229,9 @@ def cached_or_tuned_plan(
     return best.as_plan, f"tune: {found} ({verdict.seconds:.0f} s)"
 
 
-def _earlier_failed_search(facts: TaskFacts, wanted: PlanRequest) -> failed_searches.FailedSearch | None:
+def _earlier_failed_search(facts: TaskFacts, wanted: PlanRequest) -> FailedSearch | None:
     """Returns the earlier failed search, if another one would have no more time."""
-    found = failed_searches.load_failed_search(_search_key(facts, wanted.plan, resolve_device(wanted.plan)))
+    found = load_failed_search(_search_key(facts, wanted.plan, resolve_device(wanted.plan)))
     return found if found is not None and found.covers(facts.steps) else None
 
 

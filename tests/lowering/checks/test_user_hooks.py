@@ -12,19 +12,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hotloop
-from hotloop.core.plan_request import PlanRequest
 from hotloop.errors import PlanError, TaskError
 from hotloop.lowering.program import Program
 from hotloop.lowering.steps import cuda_graph
 from hotloop.lowering.steps.data_parallel import find_joint_ops
 from hotloop.lowering.transforms.optimizer import describe_update_hook
 from hotloop.plan import Plan
-from hotloop.tuning import rules
-from hotloop.tuning.search import payoff
 from tests.lowering.compile.test_optimizer_scalars import uncompiled  # noqa: F401  a fixture
 from tests.support.fake_graph_recorder import FakeRecorder
 from tests.support.programs import a_task, advance, state_after
-from tests.support.runs import lower_requested
 
 GRAPHS = Plan(graphs="step")
 WHOLE = [Plan(compile="step"), Plan(compile="package"), GRAPHS]
@@ -202,21 +198,6 @@ def test_hooks_of_modules_and_decorators_of_a_class_are_part_of_what_is_compiled
 
 def test_hotloops_own_hooks_of_fused_updates_are_none_of_the_users() -> None:
     advance(hotloop.lower(a_task(), Plan(compile="step", optimizer="fused")), 3)
-
-
-@pytest.mark.more
-def test_auto_goes_on_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run has steps enough, and a compilation takes nothing."""
-    monkeypatch.setattr(rules, "MIN_COMPILED_STEPS", 1)
-    for name in ("_COMPILE_TIME_FACTOR", "_RACING_STEPS"):
-        monkeypatch.setattr(payoff, name, 0)
-    monkeypatch.setattr(payoff, "estimate_proof_s", lambda *_: 0.0)
-    said: list[str] = []
-    program = lower_requested(
-        with_clamps(AROUND["after"][0]), PlanRequest(Plan(device="cpu"), is_auto=True), said.append
-    )
-    assert program.parts.plan.compile == "none"
-    assert any("leaves out compile=package: " in line and "a hook around SGD.step" in line for line in said)
 
 
 LATER: dict[str, Callable[[Program], Any]] = {

@@ -24,7 +24,7 @@ from hotloop.lowering.task_facts import task_facts
 from hotloop.parity.comparison import StepErrors
 from hotloop.parity.rng_tests import check_word_draws
 from hotloop.plan import Plan
-from hotloop.tuning.search import candidates, step_profile
+from hotloop.tuning import candidates, step_profile
 from tests.lowering.rewrites.test_rewrites import uncompiled  # noqa: F401
 from tests.support.programs import a_task
 from tests.support.rewritten_steps import Step, apart, assert_refused

@@ -24,7 +24,7 @@ from hotloop.lowering.rewrites.fx_nodes import replace_product
 from hotloop.lowering.task_facts import task_facts
 from hotloop.parity.proof import prove
 from hotloop.plan import Plan
-from hotloop.tuning.search import candidates, step_profile
+from hotloop.tuning import candidates, step_profile
 from tests.lowering.compile.test_optimizer_scalars import uncompiled  # noqa: F401  a fixture
 from tests.support.programs import advance
 

@@ -21,7 +21,6 @@ from hotloop.lowering.compile.capture import CapturedStep, capture_step
 from hotloop.lowering.compile.inductor_patches import symbolic_numbers
 from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
-from hotloop.tuning.search import payoff
 from tests.lowering.compile.test_optimizer_scalars import assert_as_eager, halving, uncompiled  # noqa: F401  a fixture, for all tests here
 from tests.lowering.steps.test_cuda_graph import on_a_stand_in  # noqa: F401  a fixture, for all tests here
 from tests.support.eager_comparison import STEP, Layer, assert_trains_as_eagerly, refusal
@@ -61,18 +60,6 @@ def test_a_batch_with_other_keys_runs_eagerly(plan: Plan, kind: str) -> None:
     assert (
         said[-1] == "a batch of other keys, shapes, dtypes or strides than the first: steps on such batches run eagerly"
     )
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_batches_with_several_keys_are_not_alike(kind: str) -> None:
-    """So that nothing is compiled for them."""
-    x, y = labelled()
-    kinds = (lambda x, y: {"x": x, "label": y}, OTHERS[kind])
-    batches = [kinds[number % 2](x[:8], y[:8]) for number in range(8)]
-    program = hotloop.lower(
-        a_task(step=by_key, data=torch.utils.data.DataLoader(batches, batch_size=None), batch_size=None)
-    )
-    assert not payoff._has_equal_batches(program)
 
 
 def mixed(model: nn.Module, batch: Any) -> Tensor:

@@ -19,8 +19,8 @@ from hotloop.core.state import differing_paths
 from hotloop.errors import PlanError
 from hotloop.lowering.transforms import allocator as axis
 from hotloop.plan import Plan
+from hotloop.tuning.race_cache import _DEPENDS_ON
 from hotloop.tuning.races.runner import Runner
-from hotloop.tuning.search.race_cache import _DEPENDS_ON
 from tests.support.processes.page_fault_count import KEEP, a_task
 from tests.support.programs import advance
 

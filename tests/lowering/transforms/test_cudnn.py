@@ -17,7 +17,7 @@ from hotloop.lowering.steps import cuda_graph
 from hotloop.lowering.transforms.cudnn import FreshAlgorithms
 from hotloop.plan import Plan
 from hotloop.task_file import LoadedTask
-from hotloop.tuning.auto.auto import feasibility_facts
+from hotloop.tuning.auto import feasibility_facts
 from tests.support.fake_graph_recorder import FakeRecorder
 from tests.support.programs import a_task
 from tests.support.runs import start_run

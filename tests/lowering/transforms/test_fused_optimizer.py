@@ -17,7 +17,7 @@ from hotloop.errors import PlanError
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.transforms import optimizer as update
 from hotloop.plan import Plan
-from hotloop.tuning.auto.auto import feasibility_facts
+from hotloop.tuning.auto import feasibility_facts
 from tests.support.programs import a_task, advance, labelled
 
 CPU, FUSED = Plan(device="cpu"), Plan(device="cpu", optimizer="fused")

@@ -13,14 +13,13 @@ from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.race import Parity, Timing
 from hotloop.core.records.training import TaskFacts
 from hotloop.plan import Plan
-from hotloop.tuning.auto.auto import feasibility_facts
+from hotloop.tuning import search as module
+from hotloop.tuning.auto import feasibility_facts
 from hotloop.tuning.races.measure import Contender, RaceMeasurement
 from hotloop.tuning.races.rounds import ContenderTimes, RaceLimits, ratio_to_baseline, run_rounds
 from hotloop.tuning.races.statistics import verdict_of
-from hotloop.tuning.search import program_pool
-from hotloop.tuning.search import search as module
-from hotloop.tuning.search.search import PlanSearch
-from hotloop.tuning.search.step_profile import StepProfile
+from hotloop.tuning.search import PlanSearch
+from hotloop.tuning.step_profile import StepProfile
 from tests.support.tasks.model_families import family
 from tests.tuning.races.test_rounds import Machine
 from tests.tuning.races.test_rounds import Plan as Windows
@@ -98,9 +97,9 @@ def proving(parity: str = "bitwise") -> Any:
 
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled plans are lowered as they are without."""
-    lowered = program_pool.lower
+    lowered = module.lower
     monkeypatch.setattr(
-        program_pool, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+        module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
 
 

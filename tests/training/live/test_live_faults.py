@@ -16,9 +16,9 @@ import pytest
 import hotloop
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from hotloop.training.live import live_search
+from hotloop.training import live_search
 from hotloop.training.run import Run
-from hotloop.tuning.live import candidate_process, window_race
+from hotloop.tuning import candidate_process, window_race
 from tests.support.live_runs import patch_search, switches
 from tests.support.tasks.full_state_task import task
 
@@ -74,8 +74,8 @@ def test_a_candidate_that_becomes_slower_is_replaced(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Program, "advance", sleeping)
     monkeypatch.setattr(live_search, "_RECENT_SPANS", 5)
     monkeypatch.setattr(live_search, "_MIN_REST_S", 0.0)
-    only_bf16 = lambda context, eager, memory: [eager.with_axes(precision="bf16")]  # noqa: E731
-    monkeypatch.setattr("hotloop.tuning.auto.recall.live_candidates", only_bf16)
+    only_bf16 = lambda options, wanted, history, eager, say: [eager.with_axes(precision="bf16")]  # noqa: E731
+    monkeypatch.setattr("hotloop.tuning.auto.live_candidates", only_bf16)
 
     def turn(view: hotloop.View) -> None:
         slow[0] = "first" if view.step < 200 else "rival"
@@ -92,7 +92,7 @@ HANGING = """
 import os, sys, time
 from pathlib import Path
 import hotloop
-from hotloop.tuning.live import candidate_process
+from hotloop.tuning import candidate_process
 from tests.support.live_runs import patch_search
 from tests.support.tasks.full_state_task import task
 

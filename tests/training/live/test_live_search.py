@@ -14,11 +14,11 @@ import pytest
 from hotloop.core.records.race import TRUSTED_CLASSES, Parity
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
-from hotloop.training.live import live_search
-from hotloop.training.live.live_search import LiveSearch, SearchSettings
-from hotloop.tuning.live.candidate_process import PreparedPlan
-from hotloop.tuning.live.live_payoff import LivePayoff
-from hotloop.tuning.live.spare_time import MAX_LOSS, SpareTime
+from hotloop.training import live_search
+from hotloop.training.live_search import LiveSearch, SearchSettings
+from hotloop.tuning.candidate_process import PreparedPlan
+from hotloop.tuning.economics import Payoff
+from hotloop.tuning.spare_time import MAX_LOSS, SpareTime
 from tests.support.live_runs import ProvenAtOnce
 
 FIRST, RIVAL, EAGER = Plan(), Plan(compile="package"), Plan(layout="channels_last")
@@ -207,11 +207,9 @@ class Long(ProvenAtOnce):
 
     needs_s = 4.0
 
-    def __init__(
-        self, task: Any, training: Any, plans: list[Plan], accepted: Any, payoff: LivePayoff, step_s: float
-    ) -> None:
+    def __init__(self, task: Any, training: Any, eager: Plan, plans: list[Plan], accepted: Any, payoff: Payoff) -> None:
         self.plan, self.worked_s, self.is_stopped = plans[0], 0.0, False
-        self.spare_time = SpareTime(step_s, self._pause, self._proceed, budget_s=payoff.budget_s)
+        self.spare_time = SpareTime(payoff.step_s, self._pause, self._proceed, budget_s=payoff.budget_s)
         task.child = self
 
     def _pause(self) -> None:

@@ -18,11 +18,11 @@ import hotloop
 from hotloop.core.files.run_folder import SWITCH_EVENT
 from hotloop.errors import PlanError, RunError
 from hotloop.plan import Plan
-from hotloop.training.live import live_training
+from hotloop.training import live_search
 from hotloop.training.run import Run
-from hotloop.tuning.auto import recall
-from hotloop.tuning.live.spare_time import IdleCores
-from hotloop.tuning.live.window_race import WindowRace
+from hotloop.tuning import auto
+from hotloop.tuning.spare_time import IdleCores
+from hotloop.tuning.window_race import WindowRace
 from tests.support.killed_training import Killed, at_step, kill
 from tests.support.live_runs import ProvenAtOnce, differences, patch_search, switches
 from tests.support.processes.forked_server import Process, Server
@@ -66,13 +66,12 @@ def _spare_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     def fewer(plan: Plan) -> Plan:
         return plan.with_axes(precision="bf16", threads=1)
 
-    monkeypatch.setattr(live_training, "with_fewer_threads", fewer)
+    monkeypatch.setattr(live_search, "with_fewer_threads", fewer)
     monkeypatch.setattr(IdleCores, "measure", lambda self: 0.0)
     monkeypatch.setattr(WindowRace, "winner", property(lambda race: race.plan if race.rival.threads else race.rival))
     monkeypatch.setattr(ProvenAtOnce, "is_paused", property(lambda child: child._polls % 2))
-    monkeypatch.setattr(
-        recall, "live_candidates", lambda context, eager, memory: [eager.with_axes(optimizer="forloop")]
-    )
+    only_forloop = lambda options, wanted, history, eager, say: [eager.with_axes(optimizer="forloop")]  # noqa: E731
+    monkeypatch.setattr(auto, "live_candidates", only_forloop)
 
 
 @pytest.mark.usefixtures("searching")
@@ -195,7 +194,11 @@ def test_a_user_who_may_hold_the_model_gets_no_live_search(
     tmp_path: Path, searching: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hotloop.fit(task(2), run=tmp_path / "run", plan="auto", callbacks=[lambda view: None])
-    assert "searches before the first step: a callback may use the model" in capsys.readouterr().err.replace("\n", " ")
+    line = (
+        "auto searches for no faster plan beside this training: a callback may use the model, and a search makes others"
+    )
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert f"{line}; hotloop.tune(task) searches before the training" in said
     assert switches(tmp_path / "run") == []
 
 

@@ -20,10 +20,10 @@ from hotloop.lowering import build
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.transforms import residency
 from hotloop.plan import BASELINE, Plan
-from hotloop.tuning.auto.auto import feasibility_facts, list_options
+from hotloop.tuning.auto import feasibility_facts, list_options
 from tests.support.programs import a_task, labelled
 from tests.support.runs import lower_requested
-from tests.support.tuning.fake_compilation import AUTO, CPU, Samples
+from tests.support.tuning.choices import AUTO, CPU, Samples
 
 
 def facts(**fields: Any) -> TaskFacts:

@@ -17,7 +17,7 @@ from hotloop.core.hardware.machine import machine_name
 from hotloop.core.records.training import SourceRecord
 from hotloop.task import Task
 from hotloop.task_file import LoadedTask, load_task
-from hotloop.tuning.auto.recall import facts_with_fingerprint
+from hotloop.tuning.auto import facts_with_fingerprint
 from tests.support.programs import a_task, labelled
 
 

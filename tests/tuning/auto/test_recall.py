@@ -18,22 +18,16 @@ from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Timing, Verdict
 from hotloop.core.records.training import SourceRecord
-from hotloop.lowering.build import lower
-from hotloop.lowering.program import Program
+from hotloop.lowering import task_facts
 from hotloop.plan import Plan
 from hotloop.task import Task
 from hotloop.task_file import LoadedTask, load_task
-from hotloop.tuning import race
-from hotloop.tuning.auto import recall as remembering
-from hotloop.tuning.auto.auto import feasibility_facts
-from hotloop.tuning.auto.recall import facts_with_fingerprint
+from hotloop.tuning import auto as remembering
+from hotloop.tuning import race_cache as kept
+from hotloop.tuning.auto import facts_with_fingerprint, feasibility_facts
 from hotloop.tuning.contenders import RaceSpec
 from hotloop.tuning.race import race_loaded
-from hotloop.tuning.races.measure import RaceMeasurement
-from hotloop.tuning.run_context import RunContext
-from hotloop.tuning.search import race_cache as kept
-from hotloop.tuning.search.payoff import RaceHistory
-from hotloop.tuning.search.race_cache import load_races, save_races
+from hotloop.tuning.race_cache import save_races
 from tests.support.programs import a_task
 from tests.support.runs import lower_cached_or_auto, resume_run, start_run
 from tests.support.tuning.handmade_verdicts import COMPILED, FUSED, VERSIONS, timing, verdict
@@ -91,7 +85,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
     monkeypatch.setattr(remembering, "machine_name", lambda: "m")
     monkeypatch.setattr(remembering, "speed_versions", lambda: VERSIONS)
     monkeypatch.setattr(remembering, "facts_with_fingerprint", lambda loaded: facts)
-    return lambda **axes: remembering.cached_best_plan(loaded, PlanRequest.from_value("auto", axes), print)
+
+    def take(**axes: Any) -> Plan | None:
+        found = remembering.cached_best_race(loaded, PlanRequest.from_value("auto", axes), print)
+        return None if found is None else found.timing.as_plan
+
+    return take
 
 
 def beside(plan: Plan, *plans: Timing) -> Verdict:
@@ -146,30 +145,11 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("record", [RECORD, None], ids=["of a file", "of Python"])
-def test_a_model_is_built_once_to_be_looked_at_and_once_to_be_trained(
-    record: SourceRecord | None, built: list[int]
-) -> None:
+def test_the_model_that_gives_the_facts_is_the_one_that_trains(record: SourceRecord | None, built: list[int]) -> None:
     """For one of billions of parameters that takes tens of seconds each time."""
     loaded = LoadedTask(a_task(), record, {})
     lower_cached_or_auto(loaded, PlanRequest.with_auto_default(None, {"device": "cpu"}), print).close()
-    assert len(built) == 2
-
-
-def test_what_auto_finds_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next run begins with it at once."""
-    loaded = LoadedTask(a_task(), RECORD, {})
-
-    def chosen(context: RunContext, memory: RaceHistory) -> Program:
-        assert context.facts is not None
-        here = dict(fingerprint=context.facts.fingerprint, machine=machine_name(), versions=speed_versions())
-        memory.save_verdict(verdict(timing(FUSED, 1.3, startup_s=0.0), steps=10, **here))
-        return lower(context.task, FUSED)
-
-    monkeypatch.setattr(remembering, "lower_requested", chosen)
-    said: list[str] = []
-    for _ in range(2):
-        lower_cached_or_auto(loaded, PlanRequest.from_value("auto", {"device": "cpu"}), said.append).close()
-    assert said == ["auto: optimizer=fused, stored as the fastest that is proven equal"]
+    assert len(built) == 1
 
 
 FILE = """
@@ -209,30 +189,6 @@ def test_only_the_steps_that_are_left_pay_for_a_remembered_plan(
     monkeypatch.setattr(remembering, "lower", lambda task, plan, *told: lowered.append(plan))
     lower_cached_or_auto(loaded, PlanRequest.from_value("auto", {"device": "cpu"}), print, facts=facts, done=done)
     assert lowered == [plan]
-
-
-def test_a_race_keeps_no_start_that_is_the_time_auto_took_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a run that the plan pays for wouldn't take it: what `auto` compiles it keeps by itself."""
-    chosen = timing(COMPILED, 2.0, startup_s=90.0).model_copy(update={"name": "auto"})
-    monkeypatch.setattr(
-        race, "measure", lambda *_, **__: RaceMeasurement([*verdict(timing(FUSED, 1.3)).plans, chosen], [])
-    )
-    loaded = LoadedTask(a_task(), RECORD, {})
-    asked = RaceSpec(("baseline", "auto", FUSED), "baseline", None, time_limit="0.1s")
-    found = race_loaded(loaded, asked, prove=None)
-    assert found.plan("auto") == chosen
-    kept, _ = load_races(found.fingerprint, found.machine, found.versions)
-    assert {one.timing.name for one in kept} == {"baseline", "optimizer=fused"}
-
-
-def test_auto_is_told_of_what_was_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, told = LoadedTask(a_task(), RECORD, {}), list[Timing]()
-    broken = timing(COMPILED, 2.0, parity="broken")
-    facts = facts_with_fingerprint(loaded)
-    save_races(verdict(broken, fingerprint=facts.fingerprint, machine=machine_name(), versions=speed_versions()))
-    monkeypatch.setattr(remembering, "lower_requested", lambda context, memory: told.extend(memory.timings))
-    lower_cached_or_auto(loaded, PlanRequest.from_value("auto", {"device": "cpu"}), print)
-    assert broken in told
 
 
 @pytest.mark.more
@@ -308,3 +264,17 @@ def test_what_was_found_does_not_outlive_a_change_of_code_elsewhere(how: str, tm
         (lab / part).write_text((lab / part).read_text() + "# another forward\n")
         assert now() != before, part
         before = now()
+
+
+@pytest.mark.parametrize("plan", [None, "auto", "baseline", Plan(optimizer="foreach")], ids=str)
+def test_a_training_builds_its_model_and_reads_its_facts_once(
+    plan: Any, built: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = list[int]()
+    monkeypatch.setattr(task_facts, "trial_optimizer", lambda *given: looked.append(1))
+    real = task_facts.inexact_reasons
+    monkeypatch.setattr(task_facts, "inexact_reasons", lambda *given: looked.append(1) or real(*given))
+    (tmp_path / "task.py").write_text(FILE)
+    run, _ = start_run(load_task(str(tmp_path / "task.py")), run=tmp_path / "run", plan=plan, axes={"device": "cpu"})
+    assert len(built) == 1 and looked == [1]
+    assert run.record.facts.parameters == 21

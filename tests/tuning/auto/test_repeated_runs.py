@@ -9,26 +9,23 @@ from typing import Any
 
 import pytest
 
-import hotloop
 from hotloop.core.callback import View
 from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.errors import DiskError, HotloopError
 from hotloop.plan import Plan
 from hotloop.task_file import LoadedTask, load_task
-from hotloop.tuning.auto.recall import facts_with_fingerprint
-from hotloop.tuning.search import auto_search, payoff, race_cache
-from hotloop.tuning.search.payoff import Payoff, RaceHistory
-from hotloop.tuning.search.race_cache import (
+from hotloop.tuning import auto, race_cache
+from hotloop.tuning.auto import facts_with_fingerprint
+from hotloop.tuning.race_cache import (
     CachedRace,
     best_race,
+    expected_future_steps,
     load_races,
     load_trained_steps,
     save_trained_steps,
     unprofitable_plans,
 )
-from tests.support.programs import a_task
-from tests.support.runs import lower_requested, resume_run, start_run
-from tests.support.tuning.fake_compilation import AUTO, finding, make_any_run_long, pretend_to_compile
+from tests.support.runs import resume_run, start_run
 from tests.support.tuning.handmade_verdicts import COMPILED, VERSIONS, timing
 from tests.tuning.auto.test_recall import FILE
 from tests.tuning.search.test_race_cache import ELSEWHERE
@@ -82,64 +79,7 @@ def test_a_disk_that_is_full_costs_a_run_nothing_but_being_counted(monkeypatch) 
 
 
 def test_as_many_steps_are_expected_as_there_were_but_no_more_than_ten_such_runs() -> None:
-    assert [RaceHistory(steps=before).expected_future_steps(100) for before in (0, 40, 1_000, 50_000)] == [
-        0,
-        40,
-        1_000,
-        1_000,
-    ]
-
-
-def test_compiling_pays_by_runs_to_come_as_well() -> None:
-    """It takes 15 s of 20 and wins 10 in each run: after two of them three times that."""
-    hopes = [Payoff(20_000, 1e-3, 2.0, compile_s=9.5, future_steps=before) for before in (0, 20_000, 40_000)]
-    assert [hope.compilations for hope in hopes] == [0, 0, 1]
-    assert "save about 30 s of the 20,000 steps left and of 40,000 in runs to come, as there were before" in str(
-        hopes[-1]
-    )
-    assert "to come" not in str(hopes[0])
-
-
-def test_no_run_is_made_twice_as_long_for_those_to_come() -> None:
-    hopes = [Payoff(steps, 1e-3, 2.0, compile_s=9.5, future_steps=10**9) for steps in (14_000, 16_000)]
-    assert [hope.compilations for hope in hopes] == [0, 1]
-    assert [str(hope).endswith(", longer than the run itself") for hope in hopes] == [True, False]
-
-
-def test_looks_at_what_callbacks_change_are_taken_in_runs_to_come_too(monkeypatch) -> None:
-    monkeypatch.setattr(Payoff, "is_worthwhile", lambda hope, compilations=1: True)
-    program = hotloop.lower(a_task(callbacks=[print]), Plan(device="cpu"))  # of five batches
-    hope = payoff.estimate_payoff(program, 500, way="package", rewrites=False, to_come=1500)
-    assert isinstance(hope, Payoff) and (hope.rechecks, hope.future_steps) == (400, 1500)
-
-
-@pytest.fixture
-def racing(monkeypatch) -> None:
-    """Every compilation pays, and is twice as fast; a proof takes half a second."""
-    make_any_run_long(monkeypatch)
-    pretend_to_compile(monkeypatch)
-    finding(monkeypatch)(compile__package=2.0)
-    monkeypatch.setattr(auto_search, "estimate_proof_s", lambda step_s, *rest: 500 * step_s)
-
-
-@pytest.mark.few("700-True")
-@pytest.mark.parametrize(("before", "proven"), [(0, False), (700, True)])
-def test_a_proof_is_worth_as_much_to_runs_to_come(before: int, proven: bool, racing) -> None:
-    """It takes 500 steps' time, and wins half of the 500 of this run."""
-    said, spent = list[str](), list[int]()
-    memory = RaceHistory(steps=before, reset_step_count=lambda: spent.append(1))
-    program = lower_requested(a_task(epochs=100), AUTO, said.append, memory=memory)
-    assert ("compile=package" in said[-1]) is proven
-    assert [("a proof takes about" in line) for line in said].count(True) == (not proven)
-    program.close()
-    assert spent == [1]  # whatever came of it
-
-
-def test_steps_that_do_not_make_it_pay_are_not_spent() -> None:
-    said, spent = list[str](), list[int]()
-    memory = RaceHistory(steps=700, reset_step_count=lambda: spent.append(1))
-    lower_requested(a_task(epochs=1000), AUTO, said.append, memory=memory).close()
-    assert said[0].startswith("auto goes on eagerly: a step takes") and spent == []
+    assert [expected_future_steps(before, 100) for before in (0, 40, 1_000, 50_000)] == [0, 40, 1_000, 1_000]
 
 
 def kept_as(seconds: float, warm_s: float | None) -> CachedRace:
@@ -166,17 +106,6 @@ def test_what_must_be_compiled_anew_is_compiled_for_runs_to_come(
     one = kept_as(seconds, warm_s)
     assert best_race([one], 20_000, to_come=to_come) == (one if taken else None)
     assert unprofitable_plans([one], 20_000, to_come=to_come) == ([] if taken else [COMPILED])
-
-
-def test_what_starts_longer_than_it_saves_is_not_tried_again(racing) -> None:
-    said = list[str]()
-    tried = Plan(compile="package")
-    memory = RaceHistory([timing(tried, 2.0)], unprofitable=[tried])
-    lower_requested(a_task(epochs=100), AUTO, said.append, memory=memory).close()
-    assert said[0] == (
-        "auto leaves out compile=package: it is faster and proven, and takes longer to start than it saves"
-    )
-    assert not any("auto races" in line for line in said)
 
 
 def steps_of(reference: Path) -> int:
@@ -231,28 +160,27 @@ def test_a_run_that_ends_in_an_error_counts_too(file: Path, tmp_path: Path) -> N
 
 @pytest.mark.more
 def test_what_a_run_did_before_it_was_stopped_is_no_earlier_run(file: Path, tmp_path: Path, monkeypatch) -> None:
-    heard, plain = list[int](), RaceHistory.expected_future_steps
+    heard = list[int]()
 
-    def noted(memory: RaceHistory, steps: int) -> int:
-        heard.append(memory.steps)
-        return plain(memory, steps)
+    def noted(trained: int, steps: int | None) -> int:
+        heard.append(trained)
+        return expected_future_steps(trained, steps)
 
     loaded, run = load_task(str(file)), tmp_path / "run"
     start_run(loaded, run=run, plan="auto", axes=CPU, overrides={"epochs": 5})
-    monkeypatch.setattr(RaceHistory, "expected_future_steps", noted)
+    monkeypatch.setattr(auto, "expected_future_steps", noted)
     resume_run(run, plan="auto", axes=CPU, overrides={"epochs": 6})
     assert set(heard) == {0}
 
 
 def test_what_earlier_runs_did_reaches_who_chooses(file: Path, tmp_path: Path, monkeypatch) -> None:
-    heard, plain = list[int](), RaceHistory.expected_future_steps
+    heard = list[int]()
 
-    def noted(memory: RaceHistory, steps: int) -> int:
-        heard.append(memory.steps)
-        return plain(memory, steps)
+    def noted(trained: int, steps: int | None) -> int:
+        heard.append(trained)
+        return expected_future_steps(trained, steps)
 
-    make_any_run_long(monkeypatch)
-    monkeypatch.setattr(RaceHistory, "expected_future_steps", noted)
+    monkeypatch.setattr(auto, "expected_future_steps", noted)
     loaded = load_task(str(file))
     for name in "ab":
         start_run(loaded, run=tmp_path / name, plan="auto", axes=CPU)

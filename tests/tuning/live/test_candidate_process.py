@@ -22,22 +22,23 @@ from hotloop.lowering.build import lower
 from hotloop.lowering.compile import package_cache
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from hotloop.tuning.live import candidate_process
-from hotloop.tuning.live.candidate_process import CandidateProcess, PreparedPlan
-from hotloop.tuning.live.live_payoff import LivePayoff
+from hotloop.tuning import candidate_process
+from hotloop.tuning.candidate_process import CandidateProcess, PreparedPlan
+from hotloop.tuning.economics import Payoff
+from hotloop.tuning.spare_time import MAX_LOSS
 from tests.support.planted_step_faults import loss_scaled, loss_scaled_if
 from tests.support.programs import a_task, advance
 from tests.support.tasks.model_families import family
 
 FUSED = Plan(optimizer="fused")
-PAYOFF = LivePayoff(Plan(), 10**9, 1e-3, normed=False, has_rewrites=False, gain=2.0)
+PAYOFF = Payoff(10**9, 1e-3, gain=2.0, loss=MAX_LOSS)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def begun(plan: Plan = FUSED, payoff: LivePayoff = PAYOFF, training: Program | None = None) -> CandidateProcess:
+def begun(plan: Plan = FUSED, payoff: Payoff = PAYOFF, training: Program | None = None) -> CandidateProcess:
     training = training or lower(a_task(epochs=4), Plan())
-    return CandidateProcess(training.parts.task, training, [plan], TRUSTED_CLASSES, payoff, 1e-3)
+    return CandidateProcess(training.parts.task, training, Plan(), [plan], TRUSTED_CLASSES, payoff)
 
 
 def result(child: CandidateProcess, seconds: float = 300.0) -> PreparedPlan:
@@ -64,7 +65,7 @@ def test_an_equal_plan_is_proven() -> None:
 def test_an_eager_plan_is_proven_without_a_compiler() -> None:
     training = lower(family("cnn"), Plan())
     advance(training, 6)
-    found = result(begun(Plan(layout="channels_last"), replace(PAYOFF, is_compiled=False), training))
+    found = result(begun(Plan(layout="channels_last"), training=training))
     assert found.why_not == "" and found.compile_s == 0.0
 
 
@@ -152,8 +153,11 @@ def test_a_paused_child_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_a_candidate_that_can_not_pay_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    payoff = LivePayoff(Plan(), 100, 1e-3, normed=False, has_rewrites=False)
-    monkeypatch.setattr(candidate_process, "lower", lambda *arguments: pytest.fail("compiled"))
+    def lower_eager(task: Any, plan: Plan, *arguments: Any) -> Any:
+        return os._exit(1) if plan == FUSED else lower(task, plan, *arguments)
+
+    payoff = Payoff(100, 1e-3, loss=MAX_LOSS)
+    monkeypatch.setattr(candidate_process, "lower", lower_eager)
     found = result(begun(payoff=payoff))
     assert not found.pays and "should save 0 s" in found.why_not
 
@@ -217,8 +221,9 @@ def test_a_wrong_package_is_refused_and_a_right_one_is_used(monkeypatch: pytest.
     )
 
 
-def test_pooling_favours_the_usual_layout() -> None:
-    plans = [Plan(layout="channels_last"), Plan(), FUSED]
-    assert PAYOFF.first_of(plans) == 0
-    assert replace(PAYOFF, has_pooling=True).first_of(plans) == 1
-    assert replace(PAYOFF, has_pooling=True).first_of(plans[:1]) == 0
+def test_pooling_that_can_be_rewritten_favours_the_usual_layout() -> None:
+    training, plans = lower(family("cnn"), Plan()), [Plan(layout="channels_last"), FUSED]
+    for has_pooling, plan in ((True, FUSED), (False, plans[0])):
+        payoff = replace(PAYOFF, has_pooling=has_pooling)
+        child = CandidateProcess(training.parts.task, training, Plan(), plans, TRUSTED_CLASSES, payoff)
+        assert result(child).plan == plan

@@ -7,11 +7,14 @@ import time
 import pytest
 
 from hotloop.core.hardware.limits import allowed_cores
-from hotloop.plan import Plan
-from hotloop.tuning.live.live_payoff import LivePayoff
-from hotloop.tuning.live.spare_time import MAX_LOSS, IdleCores, SpareTime
+from hotloop.tuning.economics import LIVE_RACE_S, Payoff, estimate_compile_s, estimate_proof_s
+from hotloop.tuning.spare_time import MAX_LOSS, IdleCores, SpareTime
 
 ALONE_S = 1e-3
+
+WORK: dict[str, float] = dict(
+    gain=2.0, compile_s=estimate_compile_s(40), proof_s=estimate_proof_s(1e-3, 0.0), race_s=LIVE_RACE_S
+)
 
 
 class Machine:
@@ -69,28 +72,15 @@ def test_cores_that_work_are_not_idle() -> None:
 
 
 def test_a_child_without_an_idle_core_takes_longer() -> None:
-    payoffs = [
-        LivePayoff(Plan(), 40_000, 1e-3, normed=False, has_rewrites=False, gain=2.0, operations=40, idle_cores=idle)
-        for idle in (2.0, 1.0, 0.5, 0.0)
-    ]
+    payoffs = [Payoff(40_000, 1e-3, **WORK, loss=MAX_LOSS, idle_cores=idle) for idle in (2.0, 1.0, 0.5, 0.0)]
     times_s = [payoff.prepare_s for payoff in payoffs]
     assert times_s[0] == times_s[1] < times_s[2] < times_s[3]
     assert payoffs[0].is_worthwhile and not payoffs[3].is_worthwhile
 
 
 def test_a_child_that_costs_more_than_its_budget_takes_longer() -> None:
-    def payoff(loss: float, budget_s: float) -> LivePayoff:
-        return LivePayoff(
-            Plan(),
-            60_000,
-            1e-3,
-            normed=False,
-            has_rewrites=False,
-            gain=2.0,
-            operations=40,
-            loss=loss,
-            budget_s=budget_s,
-        )
+    def payoff(loss: float, budget_s: float) -> Payoff:
+        return Payoff(60_000, 1e-3, **WORK, loss=loss, budget_s=budget_s)
 
     in_time = payoff(0.3, 9.0)
     assert in_time.prepare_s == in_time.work_s and in_time.is_worthwhile

@@ -13,10 +13,9 @@ from hotloop.core.records.race import STATES, Parity
 from hotloop.core.records.training import SourceRecord
 from hotloop.plan import Plan
 from hotloop.task_file import LoadedTask
-from hotloop.tuning.auto.recall import cached_best_plan, facts_with_fingerprint
-from hotloop.tuning.live.stored_speed import ProvenPlan, store_speed
-from hotloop.tuning.live.window_race import WindowRace
-from hotloop.tuning.search import race_cache
+from hotloop.tuning import race_cache
+from hotloop.tuning.auto import cached_best_race, facts_with_fingerprint
+from hotloop.tuning.window_race import ProvenPlan, WindowRace, store_speed
 from tests.support.programs import a_task
 
 RECORD = SourceRecord(file="t.py", module="t", attribute="task", digest="d", reference="t.py", origin=".")
@@ -47,4 +46,5 @@ def test_a_later_run_begins_with_a_plan_that_is_faster_and_proven(
     assert race.ratio is not None and race.ratio.pairs >= 8
     proof = Parity(plan=PLAN.brief(), parity=parity, reason="for the test", states=STATES)
     assert store_speed(loaded.task.name, facts, race, ProvenPlan(proof, 10.0, 0.1, time.monotonic())) == []
-    assert cached_best_plan(loaded, PlanRequest.from_value("auto", {"device": "cpu"}), print) == expected
+    found = cached_best_race(loaded, PlanRequest.from_value("auto", {"device": "cpu"}), print)
+    assert (None if found is None else found.timing.as_plan) == expected

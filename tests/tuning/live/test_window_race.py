@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hotloop.plan import Plan
-from hotloop.tuning.live.window_race import WARM_UP_STEPS, WINDOW_S, WindowRace
+from hotloop.tuning.window_race import WARM_UP_STEPS, WINDOW_S, WindowRace
 
 OWN, RIVAL = Plan(), Plan(optimizer="fused")
 

@@ -13,12 +13,11 @@ from hotloop.core.hardware.devices import resolve_device
 from hotloop.core.records.race import Timing
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
+from hotloop.tuning import search as module
+from hotloop.tuning.economics import Budget
 from hotloop.tuning.races.measure import Contender
-from hotloop.tuning.search import program_pool
-from hotloop.tuning.search import search as module
-from hotloop.tuning.search.budget import Budget
-from hotloop.tuning.search.findings import BASELINE
-from hotloop.tuning.search.step_profile import StepProfile, profile_step
+from hotloop.tuning.search import BASELINE
+from hotloop.tuning.step_profile import StepProfile, profile_step
 from tests.support import programs
 from tests.support.tasks.model_families import family
 from tests.support.tuning.fake_races import HALF, STEP_MS, Races, Rounds, proving, searching, uncompiled
@@ -57,7 +56,7 @@ def test_a_short_run_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_a_run_of_few_steps_none_is_run_to_see_that(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten steps of half a minute: a look at one of them would take a tenth of the run."""
     looked = searching(monkeypatch, Races(), steps=10)
-    monkeypatch.setattr(program_pool, "lower", lambda task, plan: pytest.fail("it was lowered"))
+    monkeypatch.setattr(module, "lower", lambda task, plan: pytest.fail("it was lowered"))
     assert looked.run() == BASELINE
     assert "a proof takes as long as about 250 steps" in looked.notes[0]
     assert looked.timings[BASELINE].step_ms is None and looked.left_open
@@ -86,9 +85,9 @@ def test_no_compilation_where_the_run_is_too_short_for_it(monkeypatch: pytest.Mo
 
 def test_a_long_run_tries_the_best_plan_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gain that is hoped for is that over the best plan without a compiler, whose operations are counted."""
-    lowered, counted = program_pool.lower, []
+    lowered, counted = module.lower, []
     monkeypatch.setattr(
-        program_pool, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+        module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
     monkeypatch.setattr(
         module, "profile_step", lambda program: counted.append(program.parts.plan.optimizer) or StepProfile(1_000)
@@ -112,9 +111,9 @@ def test_a_long_run_tries_the_best_plan_compiled(monkeypatch: pytest.MonkeyPatch
 def test_where_there_is_time_for_one_compilation_it_is_the_rewritten_step(
     monkeypatch: pytest.MonkeyPatch, steps: int, fused: float, raced: list[str]
 ) -> None:
-    lowered = program_pool.lower
+    lowered = module.lower
     monkeypatch.setattr(
-        program_pool, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+        module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
     monkeypatch.setattr(module, "profile_step", lambda program: HALF)
     races = Races(optimizer__fused=fused, compile__package=2.0, compile__step=1.9, rewrites__all=2.0)
@@ -141,9 +140,9 @@ def test_images_are_compiled_with_channels_last_unless_pooling_can_be_rewritten(
     monkeypatch: pytest.MonkeyPatch, steps: int, pooled: bool, eagerly: float, raced: list[str]
 ) -> None:
     """Whether or not an eager step is faster so."""
-    lowered = program_pool.lower
+    lowered = module.lower
     monkeypatch.setattr(
-        program_pool, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+        module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
     monkeypatch.setattr(module, "profile_step", lambda program: replace(HALF, has_pooling=pooled))
     races = Races(layout__channels_last=eagerly, compile__package=2.0, rewrites__all=1.2)
@@ -152,9 +151,9 @@ def test_images_are_compiled_with_channels_last_unless_pooling_can_be_rewritten(
 
 
 def test_a_compiled_step_is_not_left_out_for_a_rewritten_one_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    lowered, classes = program_pool.lower, iter(["broken", "bitwise"])
+    lowered, classes = module.lower, iter(["broken", "bitwise"])
     monkeypatch.setattr(
-        program_pool, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+        module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
     monkeypatch.setattr(module, "profile_step", lambda program: HALF)
     races = Rounds(compile__package=1.6, rewrites__all=1.4)

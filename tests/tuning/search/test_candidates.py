@@ -11,20 +11,20 @@ import torch
 from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
 from hotloop.core.records.race import Timing
 from hotloop.plan import Plan
-from hotloop.tuning.cuda_rules import AxisChange
-from hotloop.tuning.search import step_profile
-from hotloop.tuning.search.budget import Budget
-from hotloop.tuning.search.candidates import (
+from hotloop.tuning import step_profile
+from hotloop.tuning.candidates import (
+    AxisChange,
     combine_changes,
     compiled_changes,
     eager_changes,
     eager_variants,
+    layout_changes,
     likely,
     not_fixed,
 )
-from hotloop.tuning.search.compile_payoff import estimate_compile_gain
-from hotloop.tuning.search.findings import BASELINE
-from hotloop.tuning.search.step_profile import StepProfile, profile_step
+from hotloop.tuning.economics import Budget, estimate_compile_gain
+from hotloop.tuning.search import BASELINE
+from hotloop.tuning.step_profile import StepProfile, profile_step
 from tests.support.programs import a_task
 from tests.support.tasks.model_families import family
 from tests.support.tuning.fake_machines import A_GPU, a_machine
@@ -202,3 +202,12 @@ def test_where_time_is_tight_what_is_seldom_ahead_of_another_stays_out() -> None
     assert likely(changes[1:], None) == changes[1:]
     assert Budget.of(0.003, 40_000, None).is_tight
     assert not Budget.of(0.003, 200_000, None).is_tight and not Budget.of(0.003, 40_000, 30.0).is_tight
+
+
+def test_volumes_lie_as_usual() -> None:
+    """Nobody has measured anything else."""
+    told = made_up(images=True, convolutions=True, inputs=[[1, 6, 6]])
+    volumes = told.model_copy(update={"inputs": [[1, 6, 6, 6]]})
+    assert layout_changes(volumes, a_machine(), Plan(device="cpu")) == []
+    assert layout_changes(told, a_machine(), Plan(device="cpu")) == [{"layout": "channels_last"}]
+    assert layout_changes(told, a_machine(), Plan(device="cpu", layout="channels_last")) == []

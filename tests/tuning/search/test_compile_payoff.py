@@ -11,17 +11,10 @@ from torch import nn
 from hotloop.core.random.rng import generator_states
 from hotloop.lowering.build import lower
 from hotloop.plan import Plan
-from hotloop.tuning.search import search as module
-from hotloop.tuning.search import step_profile
-from hotloop.tuning.search.budget import Budget
-from hotloop.tuning.search.compile_payoff import (
-    CompileCandidate,
-    estimate_compile_gain,
-    estimate_compile_s,
-    estimate_trace_s,
-    rate_candidates,
-)
-from hotloop.tuning.search.step_profile import StepProfile, profile_step
+from hotloop.tuning import search as module
+from hotloop.tuning import step_profile
+from hotloop.tuning.economics import Budget, Payoff, estimate_compile_gain, estimate_compile_s, rate_candidates
+from hotloop.tuning.step_profile import StepProfile, profile_step
 from tests.support.programs import a_task
 from tests.support.tasks.model_families import family
 from tests.support.tuning.fake_races import HALF, STEP_MS, Races, searching
@@ -30,8 +23,9 @@ from tests.tuning.search.test_candidates import Stays
 WAYS = [Plan(compile="package"), Plan(compile="step"), Plan(compile="forward")]
 
 
-def names(found: list[CompileCandidate]) -> list[str]:
-    return [one.plan.compile for one in found]
+def rated(ways: list[Plan], made: StepProfile, step_s: float, budget: Budget, **given: Any) -> dict[Plan, Payoff]:
+    steps = None if budget.run_s is None else round(budget.run_s / step_s)
+    return rate_candidates(ways, made, step_s, steps, budget, **given)
 
 
 def test_a_longer_step_takes_longer_to_compile_and_an_unknown_one_longest() -> None:
@@ -51,20 +45,20 @@ def test_a_longer_step_takes_longer_to_compile_and_an_unknown_one_longest() -> N
     ids=["short", "long", "time limit", "stream"],
 )
 def test_the_way_that_is_compiled_sooner_comes_first_where_time_is_short(budget: Budget, order: list[str]) -> None:
-    found = rate_candidates(WAYS, HALF, STEP_MS / 1e3, budget)
-    assert names(found) == order
-    assert budget.run_s is None or all(one.saved_s < budget.run_s for one in found)
+    found = rated(WAYS, HALF, STEP_MS / 1e3, budget)
+    assert [plan.compile for plan in found] == order
+    assert budget.run_s is None or all(one.saves_s < budget.run_s for one in found.values())
 
 
 def test_recurrent_layers_are_dear_to_compile_and_not_to_record() -> None:
     """A CUDA graph alone writes nothing out."""
     ways = [Plan(device="cuda:0", graphs="step"), Plan(device="cuda:0", compile="step")]
     plain, recurrent = (
-        rate_candidates(ways, StepProfile(400), 1e-3, Budget(1000.0, 20.0), recurrent=recurrent)
+        list(rated(ways, StepProfile(400), 1e-3, Budget(1000.0, 20.0), recurrent=recurrent).values())
         for recurrent in (False, True)
     )
     assert recurrent[0] == plain[0] and recurrent[0].compile_s < estimate_compile_s(None) == recurrent[1].compile_s
-    assert recurrent[1].saved_s < plain[1].saved_s
+    assert recurrent[1].saves_s < plain[1].saves_s
 
 
 @pytest.mark.parametrize(("speed", "counts"), [(1.0, True), (1.3, False)])
@@ -73,7 +67,7 @@ def test_a_proof_counts_where_the_eager_plan_needs_none(
 ) -> None:
     asked: list[float] = []
 
-    def seen(*given: Any, proof_s: float, **axes: Any) -> list[CompileCandidate]:
+    def seen(*given: Any, proof_s: float, **axes: Any) -> dict[Plan, Payoff]:
         asked.append(proof_s)
         return rate_candidates(*given, proof_s=proof_s, **axes)
 
@@ -86,25 +80,25 @@ def test_a_proof_and_a_race_are_part_of_what_a_compilation_costs() -> None:
     """Of 600 steps of a second each a compiler may win 140 s, and the proof alone takes 250."""
     slow = StepProfile(100, step_s=1.0, library_s=0.4, other_s=0.4)
     budget = Budget.of(1.0, 600, None)
-    alone, proven = (rate_candidates(WAYS, slow, 1.0, budget, proof_s=proof_s)[0] for proof_s in (0.0, 250.0))
-    assert alone.saved_s > alone.costs_s and proven.saved_s < proven.costs_s
-    assert alone.race_and_proof_s == 24.0  # twelve rounds of two plans
+    alone, proven = (rated(WAYS, slow, 1.0, budget, proof_s=proof_s)[WAYS[0]] for proof_s in (0.0, 250.0))
+    assert alone.is_worthwhile and not proven.is_worthwhile
+    assert alone.race_s == 24.0  # twelve rounds of two plans
 
 
 def test_looks_at_each_epoch_take_from_what_a_compilation_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def seen(*given: Any, looks: int, **axes: Any) -> list[CompileCandidate]:
-        asked.append(looks)
-        return rate_candidates(*given, looks=looks, **axes)
+    def seen(*given: Any, checks: int, **axes: Any) -> dict[Plan, Payoff]:
+        asked.append(checks)
+        return rate_candidates(*given, checks=checks, **axes)
 
     monkeypatch.setattr(module, "rate_candidates", seen)
     for task in a_task(), a_task(callbacks=[print]):
         searching(monkeypatch, Races(), steps=10_000, compiler=True, task=task).run()
     assert asked == [0, 2000]  # of five batches
     budget = Budget(1000.0, 20.0)
-    never, often = (rate_candidates(WAYS, HALF, STEP_MS / 1e3, budget, looks=looks)[0] for looks in (0, 100))
-    assert never.saved_s - often.saved_s == pytest.approx(100 * estimate_trace_s(HALF.operations))
+    never, often = (rated(WAYS, HALF, STEP_MS / 1e3, budget, checks=checks)[WAYS[0]] for checks in (0, 100))
+    assert never.saves_s - often.saves_s == pytest.approx(100 * 0.6e-3 * HALF.operations)
 
 
 @pytest.mark.parametrize(("steps", "raced"), [(8_000, 0), (400_000, 3)])

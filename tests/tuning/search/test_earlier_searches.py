@@ -13,9 +13,9 @@ from hotloop.core.plan_request import PlanRequest
 from hotloop.core.records.race import Timing
 from hotloop.plan import Plan
 from hotloop.task_file import load_task
+from hotloop.tuning import search as module
 from hotloop.tuning import tune
-from hotloop.tuning.search import search as module
-from hotloop.tuning.search.findings import BASELINE
+from hotloop.tuning.search import BASELINE
 from tests.support.tuning.fake_races import STEP_MS, Races
 
 TASK = """
@@ -45,7 +45,7 @@ def test_a_search_in_vain_is_not_made_again(
     monkeypatch.setattr(module, "measure", races)
     monkeypatch.setattr(module.Runner, "quick_estimate", lambda self, seconds: (STEP_MS / 1e3, 0.0))
     monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
-    monkeypatch.setattr("hotloop.tuning.search.budget.PROOF_STEPS", 10_000)
+    monkeypatch.setattr("hotloop.tuning.economics.PROOF_STEPS", 10_000)
     (tmp_path / "task.py").write_text(TASK)
     loaded, wanted = load_task(str(tmp_path / "task.py")), PlanRequest.from_value("auto", {"device": "cpu"})
     search = partial(tune.cached_or_tuned_plan, loaded, wanted)

@@ -13,9 +13,8 @@ import pytest
 
 from hotloop.core.records.race import TRUSTED_CLASSES, Parity, Timing
 from hotloop.plan import Plan
-from hotloop.tuning.search import race_cache as kept
-from hotloop.tuning.search.payoff import RaceHistory
-from hotloop.tuning.search.race_cache import best_race, load_races, save_races
+from hotloop.tuning import race_cache as kept
+from hotloop.tuning.race_cache import RaceHistory, best_race, load_races, save_races
 from tests.support.tuning.handmade_verdicts import COMPILED, FUSED, VERSIONS, WRONG, timing, verdict
 
 
@@ -121,7 +120,8 @@ def test_a_lack_of_memory_for_a_proof_says_nothing_of_the_plan() -> None:
     assert found()[FUSED.brief()] == proven
     left = found()[COMPILED.brief()]
     assert (left.parity, left.verdict, left.short_of_memory) == (None, "faster", False)
-    assert RaceHistory([left]).why_not_again(COMPILED, Plan(), TRUSTED_CLASSES, 10_000) == ""
+    history = RaceHistory(load_races("f", "m", VERSIONS)[0], 10_000)
+    assert history.why_not_again(COMPILED, Plan()) == ""
 
 
 def test_races_of_different_days_are_compared_by_their_ratios() -> None:

@@ -17,11 +17,10 @@ from hotloop.core.records.race import Parity, Timing, Verdict
 from hotloop.errors import MemoryExhausted
 from hotloop.plan import Plan
 from hotloop.task_file import LoadedTask
+from hotloop.tuning import search as module
 from hotloop.tuning import tune
 from hotloop.tuning.races.measure import Contender, RaceMeasurement
-from hotloop.tuning.search import program_pool, proofs
-from hotloop.tuning.search.findings import BASELINE
-from hotloop.tuning.search.search import PlanSearch
+from hotloop.tuning.search import BASELINE, PlanSearch
 from tests.support import programs
 from tests.support.programs import a_task
 from tests.support.tasks.model_families import family
@@ -131,7 +130,7 @@ def test_what_each_epoch_takes_beside_its_steps_counts_against_a_plan(
 def test_all_proofs_together_cost_less_than_what_is_proven_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 s of training; a proof should take 2.5 s, and the first takes 3 in vain."""
     judging = Judging("layout=channels_last", seconds=3.0)
-    monkeypatch.setattr(proofs, "time", SimpleNamespace(perf_counter=lambda: judging.now))
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: judging.now))
     races = Races(optimizer__fused=1.05, layout__channels_last=1.06)
     looked = searching(monkeypatch, races, steps=8_000, prove=judging)
     assert looked.run() == BASELINE and len(judging.asked) == 1
@@ -279,16 +278,16 @@ def test_a_busy_while_between_two_races_takes_nothing_from_what_was_found_before
 
 def test_a_plan_pays_once_its_whole_start_is_won_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each race but the first its Program is there already."""
-    lowered = program_pool.lower
+    lowered = module.lower
 
     def lower(task: Any, plan: Plan) -> Any:
         program = lowered(task, plan)
         program.compile_s = 30.0 if plan.optimizer == "fused" else 0.0
         return program
 
-    monkeypatch.setattr(program_pool, "lower", lower)
+    monkeypatch.setattr(module, "lower", lower)
     looked = searching(monkeypatch, Doubtful(optimizer__fused=1.25))
-    monkeypatch.setattr(program_pool, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     assert looked.run() == "optimizer=fused"
     fused = looked.timings["optimizer=fused"]
     assert fused.startup_s is not None and fused.compile_s == 30.0

@@ -20,12 +20,11 @@ from hotloop.lowering.eager_step import EagerStep
 from hotloop.parity import proof
 from hotloop.plan import Plan
 from hotloop.task_file import LoadedTask
+from hotloop.tuning import search as module
 from hotloop.tuning import tune
-from hotloop.tuning.auto.auto import feasibility_facts
-from hotloop.tuning.search import program_pool as held
-from hotloop.tuning.search import search as module
-from hotloop.tuning.search.budget import Budget, is_run_too_short
-from hotloop.tuning.search.findings import BASELINE
+from hotloop.tuning.auto import feasibility_facts
+from hotloop.tuning.economics import Budget, is_run_too_short
+from hotloop.tuning.search import BASELINE
 from tests.support.programs import a_task
 from tests.support.tasks.model_families import family
 from tests.support.tuning.fake_races import HALF, STEP_MS, Races, proving, searching
@@ -126,8 +125,8 @@ def test_nothing_is_begun_that_takes_longer_than_what_is_left_until_a_run_is_to_
 ) -> None:
     """Steps of 10 ms, of which a proof takes 250."""
     monkeypatch.setattr("hotloop.core.processes.time", SimpleNamespace(monotonic=lambda: 100.0))
-    lowered = held.lower
-    monkeypatch.setattr(held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
+    lowered = module.lower
+    monkeypatch.setattr(module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
     monkeypatch.setattr(module, "profile_step", lambda program: HALF)
     races, deadline = Long(optimizer__fused=speed, compile__package=2.0), Deadline.minus(100.0 + 3 * left_s)
     search = searching(monkeypatch, races, compiler=True, deadline=deadline, task=family("mlp"))
@@ -285,7 +284,7 @@ OF_THEIR_OWN: dict[str, dict[str, Any]] = {
 def test_where_nothing_can_be_proven_nothing_is_raced_and_the_rules_have_their_way(
     data: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held, "lower", lambda task, plan: pytest.fail("it was lowered"))
+    monkeypatch.setattr(module, "lower", lambda task, plan: pytest.fail("it was lowered"))
     fields = OF_THEIR_OWN[data] | {"model": lambda: torch.nn.Linear(4, 3), "optimizer": torch.optim.Adam}
     task = a_task(epochs=10_000, **fields)
     for time_limit in (None, "1s"):
@@ -358,10 +357,7 @@ def test_without_memory_for_a_second_plan_none_is_raced(monkeypatch: pytest.Monk
 
 
 def test_a_large_model_leaves_room_for_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hotloop.tuning.search import program_pool as room
-
     facts = feasibility_facts(a_task(), Plan())[0].model_copy(update={"parameters": 138_000_000})
-    monkeypatch.setattr(room, "free_memory_bytes", lambda device: 16 << 30)
-    assert 1 <= room.max_programs_in_memory(facts, "cpu") <= 3
-    assert room.max_programs_in_memory(facts.model_copy(update={"parameters": 1_000}), "cpu") > 100
-    assert room.split_evenly(list("abcde"), 2) == [["a", "d"], ["b", "e"], ["c"]]
+    monkeypatch.setattr(module, "free_memory_bytes", lambda device: 16 << 30)
+    assert 1 <= module.max_programs_in_memory(facts, "cpu") <= 3
+    assert module.max_programs_in_memory(facts.model_copy(update={"parameters": 1_000}), "cpu") > 100

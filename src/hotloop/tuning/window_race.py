@@ -1,13 +1,18 @@
-"""Two proven plans take turns in a training's own steps, until it is known which is faster."""
+"""Two proven plans take turns in a training's own steps, until it is known which is faster; the result is stored."""
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from dataclasses import dataclass, field
 
+from hotloop.core.hardware.machine import machine_name, speed_versions
 from hotloop.core.hardware.machine_load import LoadMeter
+from hotloop.core.records.race import Parity, Timing, Verdict
+from hotloop.core.records.training import TaskFacts
 from hotloop.plan import Plan
+from hotloop.tuning.race_cache import save_races
 from hotloop.tuning.races.statistics import MIN_PAIRS, Ratio, ratio_of, verdict_of
 
 WINDOW_S, _MIN_STEPS = 0.15, 2
@@ -113,3 +118,52 @@ class WindowRace:
         unsure = "; not sure: the machine was busy" if self.load.busy() else ""
         speed = f"{ratio.median:.2f} times as fast as {self.plan.brief()}"
         return f"{self.rival.brief()} is {speed} ({interval}{ratio.pairs} pairs{unsure})"
+
+
+@dataclass(frozen=True)
+class ProvenPlan:
+    """A plan in use that a child has compiled and proven.
+
+    Attributes:
+        compile_s: seconds of its compilation in the child.
+        load_s: seconds of loading its package in this process, at `loaded_at` of `time.monotonic()`.
+    """
+
+    parity: Parity
+    compile_s: float
+    load_s: float
+    loaded_at: float
+
+
+def store_speed(task: str, facts: TaskFacts, race: WindowRace, proven: ProvenPlan) -> list[str]:
+    """Stores the speed of `race.plan` over `race.rival`, the baseline, for later runs; returns a note on failure or a busy machine."""
+    if busy := race.load.busy():
+        return [f"auto: {busy}"]
+    base_s, own_s = race.times(race.rival), race.times(race.plan)
+    ratio = ratio_of(base_s, own_s)
+    base = Timing(name="baseline", plan=race.rival.model_dump(), step_ms=1e3 * race.step_s(race.rival), compile_s=0.0)
+    timing = Timing(
+        name=race.plan.brief(),
+        plan=race.plan.model_dump(),
+        step_ms=1e3 * race.step_s(race.rival) / ratio.median,
+        ratio=ratio.median,
+        ratio_low=ratio.low,
+        ratio_high=ratio.high,
+        windows=ratio.pairs,
+        compile_s=proven.compile_s,
+        compile_warm_s=proven.load_s,
+        startup_s=0.0,
+        verdict=verdict_of(ratio),
+    ).proven(proven.parity)
+    verdict = Verdict(
+        task=task,
+        fingerprint=facts.fingerprint,
+        plans=[base, timing],
+        baseline=base.name,
+        winner=timing.name,
+        steps=facts.steps,
+        machine=machine_name(),
+        versions=speed_versions(),
+        seconds=time.monotonic() - proven.loaded_at + proven.load_s,
+    )
+    return save_races(verdict)

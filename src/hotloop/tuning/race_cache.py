@@ -1,15 +1,19 @@
-"""Results of races in the user's cache folder: one file for each plan, Task, machine and versions.
+"""Results of races and searches in the user's cache folder, and what they say about the plans of a run.
 
-Ratios to the plain baseline are compared, since times of different days aren't comparable. Permanent failures are
-cached, too; a lack of memory, disk space or a compiler is not. A further file counts the trained steps of the Task.
+One file for each plan, Task, machine and versions. Ratios to the plain baseline are compared, since times of different
+days aren't comparable. Permanent failures are cached, too; a lack of memory, disk space or a compiler is not. Further
+files count the trained steps of the Task, and store its searches that ended with the baseline.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,13 @@ from pydantic import Field, ValidationError
 
 from hotloop.core.files.atomic_files import write_atomic
 from hotloop.core.files.user_folders import cache_folder, key_digest
+from hotloop.core.number_formats import REDUCED
 from hotloop.core.records.race import TRUSTED_CLASSES, Timing, Verdict
 from hotloop.core.records.training import Record
 from hotloop.errors import HotloopError, PlanError
 from hotloop.plan import BASELINE, Plan
+from hotloop.tuning.economics import PROOF_STEPS, Budget, saved_steps
+from hotloop.tuning.races.statistics import MIN_PAIRS
 
 _DEPENDS_ON = ("hotloop", "torch", "nvidia_driver", "compiler", "allocator")
 
@@ -29,6 +36,12 @@ _UNLESS_DEFAULT = ("switches",)
 
 _FILE_TIME_RESOLUTION_S = 2.0
 """Seconds of the file system's time resolution, at most."""
+
+_MAX_FUTURE_RUNS = 10
+"""Most expected future runs, so that a short run doesn't wait for the sake of long earlier runs."""
+
+_LONGER_RUN_FACTOR = 1.5
+"""Factor of a longer run that is worth another search."""
 
 
 class CachedRace(Record):
@@ -273,3 +286,129 @@ def _key(where: dict[str, Any], timing: Timing, baseline: Timing) -> dict[str, A
 
 def _path(where: dict[str, Any], timing: Timing, baseline: Timing) -> Path:
     return _race_folder(where) / f"{key_digest(_key(where, timing, baseline))}.json"
+
+
+def accepted_parities(asked: Plan) -> tuple[str, ...]:
+    """Returns the parity classes that a winner may have; `reduced-precision` if the user's plan reduces it."""
+    return (*TRUSTED_CLASSES, "reduced-precision") if asked.precision in REDUCED else TRUSTED_CLASSES
+
+
+def expected_future_steps(trained: int, steps: int | None) -> int:
+    """Returns the steps of runs that may follow a run of `steps` steps: as many as there were (the ski rental rule)."""
+    return 0 if steps is None else min(max(0, trained), _MAX_FUTURE_RUNS * steps)
+
+
+@dataclass(frozen=True)
+class RaceHistory:
+    """Earlier races of a Task with the baseline of this run.
+
+    Attributes:
+        races: their results.
+        steps: that remain in this run; None if unknown.
+        future_steps: of runs that may follow, which profit from a new compilation, too.
+        accepted: parity classes that a plan may have.
+    """
+
+    races: Sequence[CachedRace] = ()
+    steps: int | None = None
+    future_steps: int = 0
+    accepted: Collection[str] = TRUSTED_CLASSES
+
+    @property
+    def best(self) -> CachedRace | None:
+        """The proven plan that finishes this run first; None if the baseline does."""
+        return best_race(self.races, self.steps, self.accepted, self.future_steps)
+
+    def _timing(self, plan: Plan) -> Timing | None:
+        return next((one.timing for one in reversed(self.races) if one.timing.as_plan == plan), None)
+
+    def why_refused(self, plan: Plan) -> str:
+        """Returns why a plan is excluded; empty if it isn't."""
+        timing = self._timing(plan)
+        if timing is not None and timing.parity == "broken":
+            return "it was found broken"
+        return "it was found slower than the baseline" if timing is not None and timing.behind else ""
+
+    def has_lost(self, plan: Plan) -> bool:
+        """Whether a race found the plan no faster than the baseline."""
+        timing = self._timing(plan)
+        return timing is not None and timing.failure is None and (timing.behind or timing.verdict == "no difference")
+
+    def why_not_again(self, plan: Plan, eager: Plan) -> str:
+        """Returns why a compiled plan isn't tried again beside an eager plan; empty if it may be."""
+        timing, other = self._timing(plan), self._timing(eager)
+        if timing is None:
+            return ""
+        if plan in unprofitable_plans(self.races, self.steps, self.accepted, self.future_steps):
+            return "it is faster and proven, and takes longer to start than it saves"
+        if timing.failure is not None:
+            return f"it failed before ({timing.failure})"
+        if timing.parity is not None and timing.parity not in self.accepted:
+            return f"it was found {timing.parity}: {timing.parity_reason}"
+        ratio, beside = timing.ratio or 0.0, (None if other is None else other.ratio) or 1.0
+        if (timing.decided or timing.left_out) and ratio <= beside:
+            return "it was raced before, and isn't faster"
+        if timing.verdict == "no difference" and timing.windows >= MIN_PAIRS:
+            return "it was raced before for as long as a search races, and isn't clearly faster"
+        steps = None if self.steps is None else self.steps + self.future_steps
+        unproven = timing.verdict == "faster" and timing.parity is None
+        if unproven and saved_steps(steps, timing.gain, beside) <= PROOF_STEPS:
+            return "it was raced before, and its proof takes longer than it saves"
+        return ""
+
+
+class FailedSearch(Record):
+    """A search without a better plan.
+
+    Attributes:
+        key: Task, machine, versions and the axes that are set.
+        steps: of the run; None for a stream.
+        step_s: seconds of the baseline's step.
+        time_limit_s: the user's; None without one.
+        left_open: whether the plan of the rules is undecided.
+    """
+
+    version: int = 1
+    key: dict[str, Any]
+    steps: int | None
+    step_s: float
+    time_limit_s: float | None
+    left_open: bool
+
+    def covers(self, steps: int | None) -> bool:
+        """Whether a search for a run of `steps` steps would have no more time."""
+        if self.time_limit_s is not None:
+            return self.time_limit_s >= Budget.of(self.step_s, steps, None).racing_s
+        if steps is None or self.steps is None:
+            return steps == self.steps
+        return steps <= _LONGER_RUN_FACTOR * self.steps
+
+
+def search_key(fingerprint: str, machine: str, versions: Mapping[str, str], axes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the key of a search; `axes` are those that are set, with the device."""
+    where = {"task": fingerprint, "machine": machine, "versions": dict(versions)}
+    return {**where, "axes": dict(sorted(axes.items()))}
+
+
+def save_failed_search(search: FailedSearch) -> None:
+    """Caches a search; on failure the next one searches again."""
+    with suppress(HotloopError):
+        write_atomic(_search_path(search.key), search.model_dump_json(indent=2))
+
+
+def delete_failed_search(key: dict[str, Any]) -> None:
+    with suppress(OSError):
+        _search_path(key).unlink(missing_ok=True)
+
+
+def load_failed_search(key: dict[str, Any]) -> FailedSearch | None:
+    """Returns the failed search with this key; None without a valid one."""
+    try:
+        found = FailedSearch.model_validate_json(_search_path(key).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if found.key == json.loads(json.dumps(key)) else None
+
+
+def _search_path(key: dict[str, Any]) -> Path:
+    return races_folder().parent / "searches" / f"{key_digest(key)}.json"

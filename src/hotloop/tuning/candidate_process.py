@@ -11,16 +11,18 @@ from typing import Any
 import torch
 
 from hotloop.core.processes import CompileProcess
+from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.race import Parity
 from hotloop.errors import describe_error
 from hotloop.lowering.build import lower
 from hotloop.lowering.compile.package_cache import NOT_CACHED
 from hotloop.lowering.program import Program
 from hotloop.parity.proof import prove_programs
-from hotloop.plan import Plan
+from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task
-from hotloop.tuning.live.live_payoff import LivePayoff
-from hotloop.tuning.live.spare_time import SpareTime
+from hotloop.tuning.economics import Payoff
+from hotloop.tuning.spare_time import SpareTime
+from hotloop.tuning.step_profile import profile_step
 
 _NICE = 10
 """Lowers the child's priority: on a busy core the child gets a tenth, and with 19 a sixtieth, which never ends."""
@@ -61,26 +63,26 @@ class CandidateProcess:
 
     Args:
         training: the Program of the training; the proof has its State at the child's start.
+        eager: the plan that needs no compiling; its step is profiled if the payoff has no gain.
         plans: best first; the child takes the first, or the first that a profile of the step favours.
         accepted: classes of a proof that are enough.
         payoff: what a plan may save.
-        step_s: seconds of a training step without the child.
     """
 
     def __init__(
         self,
         task: Task,
         training: Program,
+        eager: Plan,
         plans: Sequence[Plan],
         accepted: tuple[str, ...],
-        payoff: LivePayoff,
-        step_s: float,
+        payoff: Payoff,
     ) -> None:
         self._plans, self._accepted, self._began = plans, accepted, time.monotonic()
         self.limit_s = max(_MIN_LIMIT_S, _LIMIT_FACTOR * payoff.prepare_s)
         threads = torch.get_num_threads()
-        self._process = CompileProcess(lambda: _prepare(task, training, plans, payoff, threads))
-        self.spare_time = SpareTime(step_s, self._process.pause, self._process.proceed, budget_s=payoff.budget_s)
+        self._process = CompileProcess(lambda: _prepare(task, training, eager, plans, payoff, threads))
+        self.spare_time = SpareTime(payoff.step_s, self._process.pause, self._process.proceed, budget_s=payoff.budget_s)
 
     @property
     def pid(self) -> int:
@@ -115,7 +117,9 @@ class CandidateProcess:
         self._process.end()
 
 
-def _prepare(task: Task, training: Program, plans: Sequence[Plan], payoff: LivePayoff, threads: int) -> dict[str, Any]:
+def _prepare(
+    task: Task, training: Program, eager: Plan, plans: Sequence[Plan], payoff: Payoff, threads: int
+) -> dict[str, Any]:
     """Compiles and proves one of the plans in the child; see `CandidateProcess`."""
     os.nice(_NICE)
     later = training.state()  # before other Programs change the Task's objects
@@ -123,8 +127,13 @@ def _prepare(task: Task, training: Program, plans: Sequence[Plan], payoff: LiveP
     from torch._inductor import config  # imports torch's compiler, which takes seconds
 
     config.compile_threads = 1  # a fork can't start pools of processes
-    payoff = payoff.estimated(task)
-    place = payoff.first_of(plans)
+    if payoff.gain is None:
+        program = lower(task, eager)
+        with preserve_generators():
+            payoff = payoff.with_profile(profile_step(program, rewrites=plans[0].rewrites != "none"))
+        del program  # its memory is for the candidate
+    usual = [place for place, plan in enumerate(plans) if plan.layout == BASELINE.layout]
+    place = usual[0] if usual and payoff.has_pooling else 0  # rewrites of pooling need the usual layout
     plan, estimate = plans[place], dict[str, Any](gain=payoff.gain, place=place)
     if not payoff.is_worthwhile:
         return estimate | {"failure": str(payoff), "pays": False}

@@ -1,4 +1,4 @@
-"""Which compiled and recorded plans are considered on a made-up CUDA device, in which order, and why."""
+"""Which compiled and recorded plans a search considers on a made-up CUDA device, and in which order."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 
 from hotloop.core.feasibility import violations
-from hotloop.core.records.hardware import Hardware
 from hotloop.core.records.training import TaskFacts
 from hotloop.plan import Plan
-from hotloop.tuning.cuda_rules import LARGE_WORK, auto_cuda_plans, cuda_reasons, cuda_variants
+from hotloop.tuning.candidates import LARGE_WORK, compiled_changes, cuda_variants, graph_changes
+from hotloop.tuning.candidates import compiled_variants as tuned
 from hotloop.tuning.rules import MIN_COMPILED_STEPS, rank_plans
-from hotloop.tuning.search.candidates import compiled_changes
-from hotloop.tuning.search.candidates import compiled_variants as tuned
-from tests.support.tuning.fake_machines import A_GPU, LBFGS, a_machine, facts
+from tests.support.tuning.fake_machines import A_GPU, a_machine, facts
 
 GPU = a_machine(A_GPU)
 CONVOLVES = {"convolutions": True, "has_convolution_layers": True}
@@ -26,7 +24,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "words": {"images": False, "parameters": 10_000_000, "batch_size": 256, "inputs": [[128]]},
     "rows": {"images": False, "inputs": [[784], []], "implementations": ["forloop", "foreach"]},
     "recurrent": {"images": False, "recurrent": True, "inputs": [[50, 8], []]},
-    "a closure": LBFGS,
 }
 
 REWRITTEN, TIMED, LAID = (
@@ -55,10 +52,10 @@ def of_kind(kind: str, **changed: Any) -> TaskFacts:
     return facts(**{"steps": MIN_COMPILED_STEPS, **KINDS[kind], **changed})
 
 
-def eager(told: TaskFacts, precision: str = "fp32", machine: Hardware = GPU) -> Plan:
-    """What `auto` trains with where nothing is compiled, with the Task's own form of the update."""
-    choices = rank_plans(told, machine, Plan(precision=precision))  # type: ignore[arg-type]
-    return next(one.plan for one in choices if one.plan.compile == "none").with_axes(optimizer="default")
+def recorded(told: TaskFacts, precision: str = "fp32") -> Plan:
+    """The compiled step that is recorded, with the Task's own form of the update."""
+    eager = rank_plans(told, GPU, Plan(precision=precision))[0].plan  # type: ignore[arg-type]
+    return eager.with_axes(optimizer="default", compile="step", **graph_changes(told)[0])
 
 
 def brief(plan: Plan) -> str:
@@ -68,32 +65,17 @@ def brief(plan: Plan) -> str:
 @pytest.mark.parametrize(("kind", "precision"), FIRST, ids=" ".join)
 def test_the_likeliest_stand_first_and_follow_from_what_the_task_is(kind: str, precision: str) -> None:
     told = of_kind(kind)
-    ways = auto_cuda_plans(eager(told, precision), told, GPU, ())
-    assert [brief(way) for way in ways if way.graphs == 32][: len(FIRST[kind, precision]) + 1] == [
-        *FIRST[kind, precision],
-        "compile=step",
-    ]
+    ways = cuda_variants(recorded(told, precision), told, GPU, ())
+    assert [brief(way) for way in ways] == [*FIRST[kind, precision], "compile=step"]
     assert {way.precision for way in ways} == {precision}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_plan_can_be_run_and_each_axis_has_its_reason(kind: str) -> None:
+def test_every_plan_can_be_run(kind: str) -> None:
     told = of_kind(kind)
-    start = eager(told)
-    for way in auto_cuda_plans(start, told, GPU, ()):
-        assert violations(way, told, GPU) == []
-        given = {axis: value for axis, value in way.model_dump().items() if value != getattr(start, axis)}
-        if way.compile == "none":
-            given["compile"] = "none"
-        assert {line.partition(": ")[0] for line in cuda_reasons(way, start, told)} == {
-            f"{axis}={value}" for axis, value in given.items()
-        }
-
-
-@pytest.mark.parametrize("kind", ["recurrent", "a closure"])
-def test_what_no_graph_can_take_in_is_not_considered(kind: str) -> None:
-    told = of_kind(kind)
-    assert auto_cuda_plans(eager(told), told, GPU, ()) == []
+    ways = cuda_variants(recorded(told), told, GPU, ())
+    assert (len(ways) > 1) == (kind != "recurrent")
+    assert [violations(way, told, GPU) for way in ways[:-1]] == [[]] * (len(ways) - 1)
 
 
 def test_recurrent_layers_are_said_to_be_the_reason_on_cuda() -> None:
@@ -101,27 +83,23 @@ def test_recurrent_layers_are_said_to_be_the_reason_on_cuda() -> None:
     assert any("cuDNN reads the weights of recurrent layers" in line for line in why)
 
 
-def test_nothing_is_considered_in_a_run_too_short_to_prove_it() -> None:
-    told = of_kind("small images", steps=MIN_COMPILED_STEPS - 1)
-    assert auto_cuda_plans(eager(told), told, GPU, ()) == []
+def test_the_rules_compile_nothing_on_cuda_and_name_the_search_that_does() -> None:
+    choices = rank_plans(of_kind("small images"), GPU, Plan())
+    assert {choice.plan.compile for choice in choices} == {"none"}
+    assert any("--tune searches before the training" in line for line in choices[0].why)
 
 
 def test_how_much_a_step_computes_decides_whether_rewrites_or_the_algorithm_stand_first() -> None:
     for parameters, first in ((LARGE_WORK // 64 - 1, REWRITTEN), (LARGE_WORK // 64, TIMED)):
         told = of_kind("small images", parameters=parameters, batch_size=64)
-        assert brief(auto_cuda_plans(eager(told), told, GPU, ())[0]) == first
-    told = of_kind("large images")
-    [line] = [
-        one for one in cuda_reasons(Plan(device="cuda:0", graphs="step"), eager(told), told) if "compile=none" in one
-    ]
-    assert "11,000,000 parameters and batches of 128" in line
+        assert brief(cuda_variants(recorded(told), told, GPU, ())[0]) == first
 
 
 @pytest.mark.parametrize("axis", ["layout", "cudnn", "optimizer", "rewrites", "graphs", "compile"])
 def test_axes_that_the_user_set_stay(axis: str) -> None:
     told = of_kind("large images")
-    start = eager(told, "bf16")
-    ways = auto_cuda_plans(start, told, GPU, {axis})
+    start = recorded(told, "bf16")
+    ways = cuda_variants(start, told, GPU, {axis})
     assert ways and {getattr(way, axis) for way in ways} == {getattr(start, axis)}
     assert len(set(ways)) == len(ways)
 
@@ -129,7 +107,8 @@ def test_axes_that_the_user_set_stay(axis: str) -> None:
 def test_only_a_recorded_step_has_cudnn_time_its_algorithms() -> None:
     """A process keeps its first choice, and the baseline has made it by then."""
     told = of_kind("large images")
-    ways = auto_cuda_plans(eager(told), told, GPU, ())
+    unrecorded = recorded(told).with_axes(graphs="none")
+    ways = [way for start in (recorded(told), unrecorded) for way in cuda_variants(start, told, GPU, ())]
     assert any(way.cudnn == "benchmark" for way in ways)
     assert all(way.graphs != "none" for way in ways if way.cudnn == "benchmark")
 

@@ -1,8 +1,12 @@
-"""Candidate changes of a search, feasible here, and their combination."""
+"""Candidate changes of a search, feasible here, and their combination.
+
+Their order depends on facts of the Task alone. A race and a proof select among the candidates.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 from hotloop.core.feasibility import find_device, reads_data_repeatedly, violations
 from hotloop.core.records.hardware import Hardware
@@ -11,11 +15,19 @@ from hotloop.core.records.training import TaskFacts
 from hotloop.lowering.rewrites.mm_by_onednn import is_mkl_slow
 from hotloop.margins import MARGIN
 from hotloop.plan import Plan
-from hotloop.tuning import cuda_rules
-from hotloop.tuning.cuda_rules import AxisChange, graph_changes, is_cuda
+
+AxisChange = dict[str, Any]
+"""The changed axes of a plan and their new values."""
 
 SEARCHED_AXES = ("optimizer", "residency", "allocator", "layout", "threads", "compile", "graphs", "rewrites", "cudnn")
 """Axes that a search changes."""
+
+_STEPS_PER_REPLAY = (32, 8)
+"""Candidate numbers of steps per replay. An epoch must have at least twice as many batches."""
+
+LARGE_WORK = 2**29
+"""Parameters times batch size from which library convolutions probably take most of a step. A ResNet-18 at batch 128 has
+1.4e9, and a small network for images less than 2e8."""
 
 
 def eager_changes(facts: TaskFacts, hardware: Hardware, base: Plan, threads: int) -> list[AxisChange]:
@@ -75,7 +87,7 @@ def compiled_variants(
 ) -> list[Plan]:
     """Returns variants of a compiled plan, most promising first, and the plan itself last: channels last, and rewrites.
 
-    On CUDA the variants come from `cuda_rules`.
+    On CUDA see `cuda_variants`.
 
     Args:
         base: of the search; rewrites use its layout.
@@ -84,7 +96,7 @@ def compiled_variants(
     """
     usual = compiled.with_axes(layout=base.layout)
     if is_cuda(compiled, hardware):
-        return list(dict.fromkeys([*cuda_rules.cuda_variants(usual, facts, hardware, fixed), compiled]))
+        return list(dict.fromkeys([*cuda_variants(usual, facts, hardware, fixed), compiled]))
     laid, rewritten = layout_changes(facts, hardware, usual), rewrite_changes(facts, hardware, usual)
     changes = not_fixed([*rewritten, *laid] if pooled else [*laid, *rewritten], fixed)
     return list(dict.fromkeys([*(usual.with_axes(**change) for change in changes), compiled]))
@@ -185,3 +197,78 @@ def _residency_candidates(facts: TaskFacts, hardware: Hardware, base: Plan) -> I
         yield {"residency": "host"}
     if device is not None and device.is_accelerator:
         yield {"residency": "device"}
+
+
+def is_cuda(plan: Plan, hardware: Hardware) -> bool:
+    device = find_device(plan, hardware)
+    return device is not None and device.kind == "cuda"
+
+
+def graph_changes(facts: TaskFacts) -> list[AxisChange]:
+    """Returns the ways to record steps, probably fastest first; `violations` checks that the data fits."""
+    several = next((count for count in _STEPS_PER_REPLAY if facts.batches is None or 2 * count <= facts.batches), None)
+    return [*([] if several is None else [{"graphs": several}]), {"graphs": "step"}]
+
+
+def cuda_variants(way: Plan, facts: TaskFacts, hardware: Hardware, fixed: Collection[str]) -> list[Plan]:
+    """Returns variants of a compiled or recorded plan, probably fastest first; the unchanged plan is the last."""
+    changes = [] if facts.recurrent else list(_changes(way, facts))
+    allowed = [change for change in changes if "compile" not in change or "compile" not in fixed]
+    plans = [way.with_axes(**{axis: change[axis] for axis in change.keys() - fixed}) for change in allowed]
+    able = [plan for plan in plans if plan != way and not violations(plan, facts, hardware)]
+    return list(dict.fromkeys([*able, way]))
+
+
+def _changes(way: Plan, facts: TaskFacts) -> Iterator[AxisChange]:
+    if way.compile == "none":
+        yield from _recorded_changes(way, facts)
+    elif way.compile == "step":
+        yield from _compiled_changes(way, facts)
+    else:
+        yield from _channels_last(facts)
+
+
+def _compiled_changes(way: Plan, facts: TaskFacts) -> Iterator[AxisChange]:
+    """Yields rewrites first for small products and convolutions, else the choice of algorithm and memory layout."""
+    timings, layouts = list(_cudnn_timing(way, facts)), list(_channels_last(facts))
+    on_tensor_cores = [{**layout, **algorithm} for layout in layouts for algorithm in timings or [{}]]
+    eagerly = [{"compile": "none", **change} for change in list(_recorded_changes(way, facts))[:1]]
+    if not is_large(facts):
+        yield {"rewrites": "all"}
+        yield from ({"rewrites": "all", **change} for change in timings)
+        yield from eagerly
+        yield from on_tensor_cores
+    elif way.precision == "fp32":
+        yield from (*timings, *eagerly, *on_tensor_cores)
+        yield {"rewrites": "all"}
+    else:
+        yield from (*on_tensor_cores, *eagerly, *timings)
+        yield {"rewrites": "all"}
+
+
+def _recorded_changes(way: Plan, facts: TaskFacts) -> Iterator[AxisChange]:
+    """Yields the changes for a step that PyTorch runs and one graph records; none if the plan records no graph."""
+    if way.graphs == "none":
+        return
+    update = next(({"optimizer": how} for how in ("fused", "foreach") if how in facts.implementations), {})
+    layouts = list(_channels_last(facts))[:1] if way.precision != "fp32" and is_large(facts) else []
+    best = {key: value for change in (update, *_cudnn_timing(way, facts), *layouts) for key, value in change.items()}
+    yield best
+    yield update
+
+
+def _cudnn_timing(way: Plan, facts: TaskFacts) -> Iterator[AxisChange]:
+    """Yields cuDNN's timing of algorithms; only a recorded step can select algorithms anew."""
+    if way.graphs != "none" and facts.has_convolution_layers:
+        yield {"cudnn": "benchmark"}
+
+
+def _channels_last(facts: TaskFacts) -> Iterator[AxisChange]:
+    """Yields channels last for images. Volumes are excluded because channels last is not measured for them."""
+    if facts.convolutions and any(len(shape) == 3 for shape in facts.inputs):
+        yield {"layout": "channels_last"}
+
+
+def is_large(facts: TaskFacts) -> bool:
+    """Whether library convolutions probably take most of a step."""
+    return facts.has_convolution_layers and facts.parameters * facts.batch_size >= LARGE_WORK

@@ -1,29 +1,42 @@
-"""The search of `auto` while training goes on: one candidate after the other is compiled, proven and raced."""
+"""The search of `--plan auto` while training goes on: candidates are compiled and proven by a child, and race in real steps."""
 
 from __future__ import annotations
 
+import shlex
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+
+from hotloop.core.files.run_folder import PlanHistory
 from hotloop.core.format import format_milliseconds
-from hotloop.errors import describe_error
+from hotloop.errors import RunError, describe_error
 from hotloop.lowering.program import Program
+from hotloop.parity.proof import missing_memory
 from hotloop.plan import Plan
 from hotloop.task import Task
-from hotloop.training.live.plan_switcher import PlanSwitcher
-from hotloop.training.live.spare_core import BUSY_CORES, SpareCore
-from hotloop.tuning.live.candidate_process import CandidateProcess, PreparedPlan
-from hotloop.tuning.live.live_payoff import EAGER_GAIN, LATER_GAIN, LivePayoff
-from hotloop.tuning.live.spare_time import MAX_LOSS
-from hotloop.tuning.live.stored_speed import ProvenPlan
-from hotloop.tuning.live.window_race import WindowRace
+from hotloop.training.early_stopping import RunOutcome
+from hotloop.training.loop import TrainingLoop
+from hotloop.training.plan_switcher import PlanSwitcher, record_switch, replayed_history
+from hotloop.training.run import Run
+from hotloop.tuning.candidate_process import CandidateProcess, PreparedPlan
+from hotloop.tuning.economics import EAGER_GAIN, LATER_GAIN, LIVE_RACE_S, Payoff, estimate_compile_s, estimate_proof_s
+from hotloop.tuning.race_cache import accepted_parities
 from hotloop.tuning.races.statistics import MIN_PAIRS
+from hotloop.tuning.run_context import RunContext
+from hotloop.tuning.search import max_programs_in_memory
+from hotloop.tuning.spare_time import MAX_LOSS, IdleCores
+from hotloop.tuning.window_race import ProvenPlan, WindowRace, store_speed
 
-EVENT = "plan_candidate"
+CANDIDATE = "plan_candidate"
 """The journal's event of a candidate that isn't used, or that won."""
+
+SEARCH = "plan_search"
+"""The journal's event of a search's candidates, which a resumed run reads."""
 
 _FIRST_S, _FIRST_SPANS = 0.5, 4
 """Least seconds and spans of training before the first candidate: they give the seconds of a step."""
@@ -39,6 +52,9 @@ _SLOWER = 1.3
 
 _MIN_REST_S, _REST_FACTOR = 30.0, 2.0
 """Least seconds between two races of the same plans, and the factor from one such pause to the next."""
+
+_BUSY_CORES = 0.5
+"""Idle cores below which a child would take its time from the training's threads."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,20 @@ class SearchSettings:
     store: Callable[[WindowRace, ProvenPlan], list[str]] = lambda race, proven: []
     fewer: Plan | None = None
     idle_cores: Callable[[], float] = lambda: 1.0
+
+
+@dataclass(frozen=True)
+class SpareCore:
+    """A core for the child in a training that uses all cores: while the child runs, steps use one thread fewer.
+
+    Attributes:
+        plan, beside: while no child runs, and while one does.
+        loss: share of the speed that `beside` loses; at least 0.
+    """
+
+    plan: Plan
+    beside: Plan
+    loss: float
 
 
 class LiveSearch:
@@ -168,7 +198,7 @@ class LiveSearch:
         if self._switcher.plan.compile != "none":  # an eager plan is slower
             self._waiting = [one for one in self._waiting if one.compile != "none"]
         idle_cores = self._settings.idle_cores() if self._waiting else 0.0
-        if self._waiting and idle_cores < BUSY_CORES and self._begin_thread_race(step_s):
+        if self._waiting and idle_cores < _BUSY_CORES and self._begin_thread_race(step_s):
             return
         while self._waiting:
             plan = self._waiting[0]
@@ -178,21 +208,21 @@ class LiveSearch:
             elif why := self._settings.why_no_memory(self._switcher.loop.program):
                 self._stop_search(why)
             else:
-                self._start_child(payoff, step_s)
+                self._start_child(payoff)
                 return
         if is_long:
             self._race_baseline()
 
-    def _payoff(self, plan: Plan, step_s: float, idle_cores: float) -> LivePayoff:
-        gain = EAGER_GAIN if plan.compile == "none" else LATER_GAIN if self._has_gain else None
-        payoff = LivePayoff(
-            self._settings.eager,
+    def _payoff(self, plan: Plan, step_s: float, idle_cores: float) -> Payoff:
+        is_compiled = plan.compile != "none"
+        payoff = Payoff(
             self._steps_left(step_s),
             step_s,
-            self._settings.normed,
-            plan.rewrites != "none",
-            gain,
-            is_compiled=plan.compile != "none",
+            gain=(LATER_GAIN if self._has_gain else None) if is_compiled else EAGER_GAIN,
+            compile_s=estimate_compile_s(0) if is_compiled else 0.0,
+            proof_s=estimate_proof_s(step_s, 0.0, self._settings.normed),
+            race_s=LIVE_RACE_S,
+            loss=MAX_LOSS,
             idle_cores=idle_cores,
         )
         if (spare := self._usable_core) is None:
@@ -254,15 +284,16 @@ class LiveSearch:
             self._say(f"auto compiles no further plan: {why}")
             self._waiting = eager
 
-    def _start_child(self, payoff: LivePayoff, step_s: float) -> None:
-        plans = [one for one in self._waiting if (one.compile != "none") == payoff.is_compiled]
+    def _start_child(self, payoff: Payoff) -> None:
+        is_compiled, settings = self._waiting[0].compile != "none", self._settings
+        plans = [one for one in self._waiting if (one.compile != "none") == is_compiled]
         try:
             training = self._switcher.loop.program
-            self._child = CandidateProcess(self._task, training, plans, self._settings.accepted, payoff, step_s)
+            self._child = CandidateProcess(self._task, training, settings.eager, plans, settings.accepted, payoff)
         except OSError as error:  # the system allows no further process
             self._stop_search(f"a child process can't be started: {describe_error(error)}")
             return
-        verb = "compiles" if payoff.is_compiled else "proves"
+        verb = "compiles" if is_compiled else "proves"
         meanwhile = "" if (spare := self._usable_core) is None else f", which meanwhile uses {spare.beside.brief()}"
         self._say(f"auto {verb} {plans[0].brief() if payoff.gain else 'a plan'} beside the training{meanwhile}")
 
@@ -308,7 +339,7 @@ class LiveSearch:
         speed = race.describe()
         self._switcher.switch(winner, speed)
         fields = {"step": self._switcher.loop.program.position.step, "plan": race.rival.brief(), "reason": speed}
-        self._switcher.loop.run.log(EVENT, **fields, used=winner == race.rival)
+        self._switcher.loop.run.log(CANDIDATE, **fields, used=winner == race.rival)
         self._say(f"auto: {speed}; the training goes on with {winner.brief()}")
         if self._is_of_threads:
             self._finish_thread_race(race)
@@ -325,11 +356,12 @@ class LiveSearch:
         if race.winner == race.rival:
             self._switcher.drop(race.plan)
         else:
-            self._spare_core = SpareCore.from_race(race)
+            loss = 1 - race.step_s(race.plan) / race.step_s(race.rival)
+            self._spare_core = SpareCore(race.plan, race.rival, max(0.0, loss))
 
     def _leave_out(self, plan: Plan, why: str) -> None:
         step = self._switcher.loop.program.position.step
-        self._switcher.loop.run.log(EVENT, step=step, plan=plan.brief(), reason=why, used=False)
+        self._switcher.loop.run.log(CANDIDATE, step=step, plan=plan.brief(), reason=why, used=False)
         self._say(f"auto leaves out {plan.brief()}: {why}")
 
 
@@ -352,3 +384,180 @@ class _Watch:
         """Returns a race if the plan in use is clearly slower than in its race; None otherwise."""
         has_rested = time.monotonic() - self._since >= self._rest_s and spans >= _RECENT_SPANS
         return WindowRace(self._plan, self._rival) if has_rested and step_s > _SLOWER * self._step_s else None
+
+
+Drive = Callable[[TrainingLoop], RunOutcome]
+
+
+def live_drive(context: RunContext, handle: Run, plan: Plan) -> Drive | None:
+    """Returns the training loop of a run whose plan may change; None for a run with one plan.
+
+    Args:
+        plan: of the first Program.
+
+    Raises:
+        RunError: the journal's switches are damaged, or those of the run to repeat.
+    """
+    if not handle.writes:
+        return None
+    events = handle.journal()
+    history = PlanHistory.from_journal(events)
+    if not history and context.replay is not None:
+        for switch in replayed_history(context.replay).without_search():
+            record_switch(handle, history, switch)
+        return LiveTraining(context, plan, history)
+    if not history and context.candidates:
+        plans = [one.model_dump(mode="json") for one in context.candidates]
+        handle.log(SEARCH, eager=plan.model_dump(mode="json"), candidates=plans)
+        first = history.next_switch(0, plan, "the plan that needs no compiling", is_searching=True)
+        record_switch(handle, history, first)  # before the event `start`: after a kill from here on the search goes on
+        return LiveTraining(context, plan, history, settings=_settings(context, handle, plan, context.candidates))
+    if not history:
+        return None
+    if not history.at(0).is_searching and not any(event["event"] == "start" for event in events):
+        raise RunError(
+            f"{handle.path} was ended while it copied the plans of the run to repeat",
+            expected="all of them",
+            fix="remove the folder, and start the run again",
+        )
+    if context.plan is not None or context.axes:
+        return LiveTraining(context, plan, history, is_replaced=True)
+    if not history.last.is_searching or (found := _stored_search(events)) is None:
+        return LiveTraining(context, plan, history)
+    eager, candidates = found
+    tried = [str(event["plan"]) for event in events if event["event"] == CANDIDATE]
+    return LiveTraining(
+        context, plan, history, settings=_settings(context, handle, eager, candidates), tried=tuple(tried)
+    )
+
+
+def _stored_search(events: list[dict[str, Any]]) -> tuple[Plan, list[Plan]] | None:
+    found = next((event for event in reversed(events) if event["event"] == SEARCH), None)
+    if found is None:
+        return None
+    try:
+        return Plan(**found["eager"]), [Plan(**plan) for plan in found["candidates"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            "the run's journal.jsonl is damaged: it has no valid plans of the search",
+            expected="the line as hotloop wrote it",
+            fix="restore the file from a copy, or name a plan",
+        ) from error
+
+
+def _settings(context: RunContext, handle: Run, eager: Plan, candidates: list[Plan]) -> SearchSettings:
+    facts = handle.record.facts
+
+    def why_no_memory(program: Program) -> str:
+        if max_programs_in_memory(facts, eager.device) < 2:
+            return "there is no memory for a second program beside the training"
+        return missing_memory([program])
+
+    settings = SearchSettings(
+        tuple(candidates),
+        eager,
+        accepted_parities(eager),
+        facts.normed,
+        why_no_memory,
+        fewer=with_fewer_threads(eager),
+        idle_cores=IdleCores().measure,
+    )
+    known = context.facts  # with the fingerprint that stored results have; None for a Task from Python
+    if known is None or context.source.record is None:
+        return settings
+    baseline = Plan(device=eager.device, workers=eager.workers)
+    return replace(
+        settings, baseline=baseline, store=lambda race, proven: store_speed(context.task.name, known, race, proven)
+    )
+
+
+@dataclass
+class LiveTraining:
+    """Trains by a loop to its end.
+
+    Attributes:
+        plan: of the loop's first Program.
+        history: of the run's journal.
+        settings: of the search that follows the journal; None without a search.
+        tried: brief names of plans that the search has tried.
+        is_replaced: whether the user resumed the run with another plan.
+    """
+
+    context: RunContext
+    plan: Plan
+    history: PlanHistory
+    settings: SearchSettings | None = None
+    tried: tuple[str, ...] = ()
+    is_replaced: bool = False
+
+    def __call__(self, loop: TrainingLoop) -> RunOutcome:
+        switcher = PlanSwitcher(loop, self.context.task, self.plan, self.history, self.context.say)
+        if self.is_replaced:
+            switcher.write(self.plan, "the run was resumed with this plan", is_searching=False)
+        search = None if self.settings is None else self._make_search(switcher, self.settings)
+        try:
+            reason = self._train(switcher, search)
+        finally:
+            if search is not None:
+                search.close()
+            switcher.close()
+        outcome = loop.end(reason)
+        if len(self.history.switches) > 1:
+            self.context.say(f"to repeat this run bit by bit: {_replay_command(self.context, loop.run)}")
+        return outcome
+
+    def _make_search(self, switcher: PlanSwitcher, settings: SearchSettings) -> LiveSearch:
+        loop, context = switcher.loop, self.context
+
+        def steps_left(step_s: float) -> int:
+            epochs = min(float(loop.task.epochs), context.pause_after_epoch)
+            steps = epochs * (loop.program.feed.batches or 0) - loop.program.position.step
+            return int(max(0.0, min(steps, (context.until - time.monotonic()) / step_s, 1e18)))
+
+        return LiveSearch(switcher, context.task, settings, self.tried, steps_left, context.say)
+
+    def _train(self, switcher: PlanSwitcher, search: LiveSearch | None) -> str:
+        loop, is_following = switcher.loop, True
+        reason, steps = loop.next_span()
+        while reason is None:
+            position = loop.program.position
+            if switcher.is_at_epoch_end:
+                switcher.enter_before_end()
+            elif search is None or position.step < self.history.last.step:
+                ahead = switcher.follow()
+                steps = steps if ahead is None else min(steps, ahead)
+            else:
+                if is_following:
+                    switcher.follow()
+                    switcher.switch(self.history.plan_in_use, "the search begins again with this plan")
+                    is_following = False
+                steps = search.before_span(steps)
+            loop.run_span(steps)
+            after = loop.program.position
+            if search is not None and not is_following and (position.batch > 0 or after.batch == 0):
+                search.after_span(after.step - position.step, loop.pacer.last_s)  # an epoch's start opens the data
+            reason, steps = loop.next_span()
+        return reason
+
+
+def _replay_command(context: RunContext, run: Run) -> str:
+    """Returns the command that trains the same Task with the same plans at the same steps."""
+    source = run.record.source
+    if source is None:
+        return f"hotloop.fit(task, plan='replay:{run.path}')"
+    words = ["hotloop", "train", source.reference]
+    for name, value in source.parameters.items():
+        words += ["-p", f"{name}={value}"]
+    for name, value in run.record.overrides.items():
+        if name in ("epochs", "batch_size", "seed"):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join([*words, "--plan", f"replay:{run.path}"])
+
+
+def with_fewer_threads(plan: Plan) -> Plan | None:
+    """Returns a plan for the CPU with one thread fewer; None with one thread, or where the user has set their number.
+
+    The number of threads changes the order of sums alone, so the plan needs no proof.
+    """
+    threads = torch.get_num_threads() - 1
+    return plan.with_axes(threads=threads) if plan.device == "cpu" and plan.threads is None and threads else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,26 +14,23 @@ from typing import Any
 import torch
 
 from hotloop.core.callback import has_user_callbacks
+from hotloop.core.hardware.limits import free_memory_bytes
 from hotloop.core.hardware.machine_load import LoadMeter, wait_until_quiet
-from hotloop.core.number_formats import REDUCED
-from hotloop.core.processes import GRACE_S, Deadline
+from hotloop.core.processes import GRACE_S, Deadline, time_limit
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.hardware import Hardware
-from hotloop.core.records.race import TRUSTED_CLASSES, Parity, Timing
+from hotloop.core.records.race import Parity, Timing
 from hotloop.core.records.training import TaskFacts
-from hotloop.errors import PlanError, TimeOverError
+from hotloop.errors import PlanError, TimeOverError, error_summary, is_out_of_memory
+from hotloop.lowering.build import lower
 from hotloop.lowering.compile.runtime_checks import recheck_count
 from hotloop.lowering.failures.explanation import explain_error
 from hotloop.lowering.program import Program
 from hotloop.parity.proof import missing_memory
 from hotloop.plan import Plan
 from hotloop.task import Task
-from hotloop.tuning.cuda_rules import AxisChange
-from hotloop.tuning.races.measure import Contender, measure
-from hotloop.tuning.races.runner import Runner
-from hotloop.tuning.races.starts import add_startup_cost, rebase_timings
-from hotloop.tuning.search.budget import Budget, is_run_too_short, why_not_searched
-from hotloop.tuning.search.candidates import (
+from hotloop.tuning.candidates import (
+    AxisChange,
     combine_changes,
     compiled_changes,
     compiled_variants,
@@ -43,11 +41,27 @@ from hotloop.tuning.search.candidates import (
     race_group,
     thread_changes,
 )
-from hotloop.tuning.search.compile_payoff import CompileCandidate, estimate_compile_s, rate_candidates
-from hotloop.tuning.search.findings import BASELINE, OWN_ORDER, has_results, is_rules_open, short_limit_note
-from hotloop.tuning.search.program_pool import ProgramPool, max_programs_in_memory, split_evenly
-from hotloop.tuning.search.proofs import Proofs
-from hotloop.tuning.search.step_profile import StepProfile, profile_step
+from hotloop.tuning.economics import (
+    VARIANT_GAIN,
+    Budget,
+    Payoff,
+    estimate_compile_s,
+    is_run_too_short,
+    rate_candidates,
+    why_not_searched,
+)
+from hotloop.tuning.race_cache import accepted_parities
+from hotloop.tuning.races.measure import Contender, measure
+from hotloop.tuning.races.runner import Runner
+from hotloop.tuning.races.starts import add_startup_cost, rebase_timings
+from hotloop.tuning.step_profile import StepProfile, profile_step
+
+BASELINE = "baseline"
+
+_OWN_ORDER = (
+    "its data has an order of its own, so no plan can be proven equal and none was raced, whatever the "
+    "--time-limit; hotloop race measures how fast they are"
+)
 
 _ESTIMATE_S = 0.2
 """Duration of the first estimate of the baseline's step, and of a race without rivals."""
@@ -61,8 +75,73 @@ _SHORT_STEP_MS = 5.0
 _RERACE_FACTOR = 2
 """A race is repeated if the hoped gain exceeds the race's cost by this factor."""
 
-_VARIANT_GAIN = 0.15
-"""Share of a compiled run's time that another compiled form (not rewritten, for one thread) may save."""
+_MAX_COMPILE_S = 1800.0
+"""Seconds after which a compilation is ended: torch's compiler doesn't finish for every network."""
+
+_BYTES_PER_PARAMETER = 28
+"""Bytes for each parameter: value, gradient, two optimizer values, and the State's copy."""
+
+_MEMORY_SHARE = 0.6
+"""Share of the free memory; the rest is for activations and the proof."""
+
+
+def max_programs_in_memory(facts: TaskFacts, device: str) -> int:
+    """Returns the number of further Programs that fit into the free memory."""
+    return int(
+        _MEMORY_SHARE * free_memory_bytes(torch.device(device)) / (_BYTES_PER_PARAMETER * max(1, facts.parameters))
+    )
+
+
+@dataclass
+class ProgramPool:
+    """The Programs of a search in memory, by name.
+
+    Attributes:
+        starts: seconds of the first lowering without compiling, and of compiling, by name.
+    """
+
+    task: Task
+    programs: dict[str, Program] = field(default_factory=dict)
+    starts: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def get_program(self, name: str, plan: Plan) -> Program:
+        """Returns the Program of this name, lowered if it isn't in memory.
+
+        Raises:
+            PlanError: the plan can't be run, or compiling it takes too long.
+        """
+        if name not in self.programs:
+            began = time.perf_counter()
+            too_long = PlanError(
+                f"compiling it was stopped after {_MAX_COMPILE_S:,.0f} s",
+                expected="a compiler that finishes",
+                fix="choose compile=none",
+            )
+            with nullcontext() if plan.compile == "none" else time_limit(_MAX_COMPILE_S, lambda: too_long):
+                program = self.programs[name] = lower(self.task, plan)
+            self.starts.setdefault(name, (time.perf_counter() - began - program.compile_s, program.compile_s))
+        return self.programs[name]
+
+    def release(self, names: Iterable[str]) -> None:
+        held = [name for name in names if name in self.programs]
+        for name in held:
+            self.programs.pop(name).close()
+        if held:
+            gc.collect()  # models and optimizers refer to each other
+
+    def recompile_s(self, name: str, plan: Plan, deadline: Deadline) -> float:
+        """Compiles again and returns the seconds; those of the first time on failure or at the deadline."""
+        try:
+            with deadline.enforce("compiling again"):
+                program = lower(self.task, plan)
+        except Exception:
+            return self.starts[name][1] if name in self.starts else 0.0
+        program.close()
+        return program.compile_s
+
+    def close(self) -> None:
+        for program in self.programs.values():
+            program.close()
 
 
 @dataclass
@@ -113,7 +192,7 @@ class PlanSearch:
 
     def _run(self) -> str:
         if not self.facts.exact:
-            return self._stop_searching(self.facts.inexact[0] if self.facts.inexact else OWN_ORDER)
+            return self._stop_searching(self.facts.inexact[0] if self.facts.inexact else _OWN_ORDER)
         if self.time_limit_s is None and is_run_too_short(self.facts.steps):
             return self._stop_searching(why_not_searched(self.facts.steps))
         (step_s, copying_s), device = self._time_baseline(), self.baseline.device
@@ -164,17 +243,31 @@ class PlanSearch:
 
     @property
     def has_results(self) -> bool:
-        return has_results(self.timings)
+        """Whether any plan except the baseline has a result."""
+        rivals = [timing for timing in self.timings.values() if timing.name != BASELINE]
+        return any(one.verdict is not None or one.failure is not None or one.behind for one in rivals)
 
     @property
     def left_open(self) -> bool:
-        """Whether the plan of the rules is neither excluded nor proven."""
-        return is_rules_open(self.rules, self.baseline, self.timings, self.failed)
+        """Whether the plan of the rules is undecided: neither excluded by a result nor proven."""
+        if self.rules is None or self.rules == self.baseline:
+            return not self.has_results
+        timing = self.timings.get(self.rules.brief())
+        if timing is None or timing.failure is not None:
+            return timing is None and self.rules.brief() not in self.failed
+        return timing.parity is None and not timing.behind and (timing.verdict is None or (timing.ratio or 0.0) > 1)
 
     def _say_if_too_short(self) -> None:
+        """Notes that the search found no significant difference between a plan and the baseline."""
         alone = len(self.timings) == 1 and self.time_limit_s is None and not self.deadline.is_met
-        if not (alone or self.has_results or self._is_short_of_memory):
-            self.notes.append(short_limit_note(self.time_limit_s, self.deadline))
+        if alone or self.has_results or self._is_short_of_memory:
+            return
+        short, more = "too little was measured", "a --time-limit gives more time"
+        if self.time_limit_s is not None:
+            short, more = f"a time limit of {self.time_limit_s:g} s is too short", "give it more"
+        elif self.deadline.is_met:
+            short, more = f"{self.deadline}, too little", "a later stop gives more"
+        self.notes.append(f"{short} to compare any plan with the baseline; {more}")
 
     def _race_eager(self, budget: Budget) -> Plan:
         """Races single changes without a compiler, and the good ones combined; returns the best plan."""
@@ -246,18 +339,18 @@ class PlanSearch:
         if not changes:
             return
         written = plan.with_axes(optimizer=self.base.optimizer)  # the compiler generates the update itself
-        ways = self._compile_candidates([written.with_axes(**change) for change in changes], plan, budget)
+        ways = self._rate_compilations([written.with_axes(**change) for change in changes], plan, budget)
         began = time.perf_counter()
-        for way in ways:
+        for number, (way, payoff) in enumerate(ways.items()):
             lost_s = time.perf_counter() - began  # on compilations that failed
-            if why := self._why_too_late(way, lost_s, budget):
+            if why := self._why_too_late(payoff, lost_s, budget):
                 if self.has_results or self.time_limit_s is None:
-                    self.notes.append(f"no {'' if way is ways[0] else 'other '}compilation was tried: {why}")
+                    self.notes.append(f"no {'other ' if number else ''}compilation was tried: {why}")
                 return
-            if self._race_candidate(way, lost_s, budget):
+            if self._race_candidate(way, payoff, lost_s, budget):
                 return
 
-    def _compile_candidates(self, ways: Sequence[Plan], plan: Plan, budget: Budget) -> list[CompileCandidate]:
+    def _rate_compilations(self, ways: Sequence[Plan], plan: Plan, budget: Budget) -> dict[Plan, Payoff]:
         """Estimates for each way to compile `plan` what it saves in this run."""
         base = self.timings[BASELINE]
         timing = self.timings.get(plan.brief(), base)
@@ -267,43 +360,50 @@ class PlanSearch:
         told = not self.facts.recurrent or any(way.compile == "none" for way in ways)
         made, step_s = self._profile_step(timing.name, plan) if told else None, timing.step_ms / 1e3
         often = recheck_count(has_user_callbacks(self.task.callbacks), self.facts.steps, self.facts.batches)
-        return rate_candidates(ways, made, step_s, rest, recurrent=self.facts.recurrent, proof_s=proof_s, looks=often)
+        return rate_candidates(
+            ways,
+            made,
+            step_s,
+            self.facts.steps,
+            rest,
+            recurrent=self.facts.recurrent,
+            proof_s=proof_s,
+            checks=often,
+        )
 
-    def _why_too_late(self, way: CompileCandidate, lost_s: float, budget: Budget) -> str:
+    def _why_too_late(self, payoff: Payoff, lost_s: float, budget: Budget) -> str:
         """Returns why no compilation is tried; empty if one is."""
-        if self.time_limit_s is None and way.saved_s < (costs_s := lost_s + way.costs_s):
-            return f"it would win about {way.saved_s:.0f} s of this run, and takes about {costs_s:.0f} s"
-        if not self.deadline.has_time_for(way.compile_s + budget.full_race_s() + budget.proof_s):
-            return f"it takes about {way.compile_s:.0f} s, and {self.deadline}"
+        if self.time_limit_s is None and payoff.saves_s < (costs_s := lost_s + payoff.costs_s):
+            return f"it would win about {payoff.saves_s:.0f} s of this run, and takes about {costs_s:.0f} s"
+        if not self.deadline.has_time_for(payoff.compile_s + budget.full_race_s() + budget.proof_s):
+            return f"it takes about {payoff.compile_s:.0f} s, and {self.deadline}"
         if budget.race_s(1 / 8, 1, self._spent_s) == 0:
             return "the rest of the time limit is too short to measure it"
         return ""
 
-    def _race_candidate(self, way: CompileCandidate, lost_s: float, budget: Budget) -> bool:
+    def _race_candidate(self, way: Plan, payoff: Payoff, lost_s: float, budget: Budget) -> bool:
         """Races a compiled plan and its variants; False if none can be run."""
-        plans = compiled_variants(way.plan, self.facts, self.hardware, self.base, self.fixed, way.has_pooling)
-        left_s = way.run_s and way.run_s - way.saved_s + lost_s
-        if not self._is_variant_worthwhile(way, left_s):
+        plans = compiled_variants(way, self.facts, self.hardware, self.base, self.fixed, payoff.has_pooling)
+        left_s = payoff.faster_run_s + lost_s
+        if not self._is_variant_worthwhile(payoff, left_s):
             for plan in plans:  # missing rewrites show before the compilation
                 self._race([plan], budget.race_s(1 / 4))
                 if not self._has_failed(plan):
                     return True
             return False
-        while len(plans) > 2 and not self._is_variant_worthwhile(way, left_s, len(plans) - 1):
+        while len(plans) > 2 and not self._is_variant_worthwhile(payoff, left_s, len(plans) - 1):
             plans.pop(-2)  # the most promising and the unchanged plan stay
         seconds = budget.race_s(1 / 8, len(plans), self._spent_s)
-        raced = (
-            self._race(plans, seconds) if seconds else self._race([way.plan], budget.race_s(1 / 8, 1, self._spent_s))
-        )
+        raced = self._race(plans, seconds) if seconds else self._race([way], budget.race_s(1 / 8, 1, self._spent_s))
         best = max([self.base, *plans], key=self._ratio)
-        if self._is_variant_worthwhile(way, budget.after(self._ratio(best) or 1.0).run_s):
+        if self._is_variant_worthwhile(payoff, budget.after(self._ratio(best) or 1.0).run_s):
             self._race_on_one_thread(raced, budget)
         return not all(map(self._has_failed, plans))
 
-    def _is_variant_worthwhile(self, way: CompileCandidate, run_s: float | None, more: int = 1) -> bool:
+    def _is_variant_worthwhile(self, payoff: Payoff, run_s: float | None, more: int = 1) -> bool:
         """Whether `more` compilations should save their time in a compiled run of `run_s`."""
-        pays = self.time_limit_s is not None or run_s is None or _VARIANT_GAIN * run_s > more * way.compile_s
-        return pays and self.deadline.has_time_for(way.costs_s + (more - 1) * way.compile_s)
+        pays = self.time_limit_s is not None or run_s is None or VARIANT_GAIN * run_s > more * payoff.compile_s
+        return pays and self.deadline.has_time_for(payoff.costs_s + (more - 1) * payoff.compile_s)
 
     def _has_failed(self, plan: Plan) -> bool:
         timing = self.timings.get(plan.brief())
@@ -370,7 +470,8 @@ class PlanSearch:
             self._is_short_of_memory = True
             self.notes.append(f"not raced, since there is no memory for them beside the baseline: {', '.join(named)}")
             return []
-        return [{name: named[name] for name in part} for part in split_evenly(list(named), room)]
+        names, count = list(named), -(-len(named) // room)  # as few groups as possible, of similar size
+        return [{name: named[name] for name in names[number::count]} for number in range(count)]
 
     def _measure(self, named: Mapping[str, Plan], seconds: float, each_axis: bool) -> None:
         entrants = [
@@ -384,16 +485,54 @@ class PlanSearch:
         self.timings = rebase_timings(self._raced, BASELINE, steps)
 
     def _prove_fastest(self, budget: Budget) -> str:
-        """Returns the first plan, best first, that finishes before the baseline and whose proof pays and succeeds."""
+        """Returns the first plan, best first, that finishes before the baseline and whose proof pays and succeeds.
+
+        All proofs together take less than the plan saves.
+        """
         self.pool.release([one.name for one in self.timings.values() if one.verdict != "faster"])
-        accepted = (*TRUSTED_CLASSES, "reduced-precision") if self.base.precision in REDUCED else TRUSTED_CLASSES
-        proofs = Proofs(self.baseline, budget, accepted, self._prove, self.timings[BASELINE], self.facts.steps)
+        base, steps, accepted = self.timings[BASELINE], self.facts.steps, accepted_parities(self.base)
+        waiting, judged, spent_s = self._faster_timings(budget), list[Timing](), 0.0
+        while waiting:
+            timing = waiting.pop(0)
+            saves_s = math.inf if steps is None else timing.saves_s(base, steps)
+            if why := self._why_proof_fails(timing, judged):
+                parity = Parity(plan=timing.name, parity="unproven", reason=why, states=0)
+            elif why := budget.why_no_proof(saves_s, spent_s):
+                self.notes.append(f"{timing.name} was not proven: {why}")
+                continue
+            else:
+                began, parity = time.perf_counter(), self._prove(timing, budget, bool(waiting))
+                spent_s += time.perf_counter() - began
+            judged.append(timing.proven(parity))
+            self.timings[timing.name] = judged[-1]
+            if parity.parity in accepted:
+                return timing.name
+        return BASELINE
+
+    def _why_proof_fails(self, timing: Timing, judged: Sequence[Timing]) -> str:
+        """Returns why a proof would fail: a plan with a part of the changes wasn't proven; empty otherwise."""
+        changes = self._changes(timing)
+        failed = (one for one in judged if not one.short_of_memory and self._changes(one).items() <= changes.items())
+        part = next(failed, None)
+        return "" if part is None else f"it has {part.name}, which is {part.parity}"
+
+    def _changes(self, timing: Timing) -> dict[str, object]:
+        axes = timing.as_plan.model_dump()
+        return {axis: value for axis, value in axes.items() if value != getattr(self.baseline, axis)}
+
+    def _prove(self, timing: Timing, budget: Budget, others: bool) -> Parity:
+        """Returns the parity, `unproven` if the proof fails; leaves time for a proof of `others`."""
+        self.progress(f"proving {timing.name}", 0.0)
+        deadline, proof_s = budget.deadline, budget.proof_s
+        reserve_s = 1.2 * proof_s if others and deadline.left_s > 2.4 * proof_s else 0.0
         try:
-            winner = proofs.first(self._faster_timings(budget))
-        finally:  # also after Ctrl-C
-            self.timings |= {one.name: one for one in proofs.results}
-            self.notes += proofs.notes
-        return BASELINE if winner is None else winner
+            with deadline.enforce("its proof", reserve_s=reserve_s):
+                return self.prove([self.pool.get_program(timing.name, timing.as_plan)])[0]
+        except Exception as error:
+            reason, passing = error_summary(error)
+            if is_out_of_memory(error):
+                reason = f"there was no memory left for a proof ({reason})"
+        return Parity(plan=timing.name, parity="unproven", reason=reason, states=0, short_of_memory=passing)
 
     def _faster_timings(self, budget: Budget) -> list[Timing]:
         """Returns plans that finish a run with cached compilation before the baseline, fastest first."""
@@ -405,7 +544,3 @@ class PlanSearch:
         base, steps = self.timings[BASELINE], self.facts.steps
         faster = [one for one in self.timings.values() if one.verdict == "faster" and one.saves_s(base, steps) > 0]
         return sorted(faster, key=lambda one: one.saves_s(base, steps), reverse=True)
-
-    def _prove(self, timing: Timing) -> Parity:
-        self.progress(f"proving {timing.name}", 0.0)
-        return self.prove([self.pool.get_program(timing.name, timing.as_plan)])[0]

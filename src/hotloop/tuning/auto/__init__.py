@@ -1,1 +1,0 @@
-"""The choice of `--plan auto`, by rules and by earlier races."""

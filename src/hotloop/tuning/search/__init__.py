@@ -1,1 +1,0 @@
-"""The search for a plan: candidates, races, proofs, and the cache of their results."""
