@@ -20,11 +20,10 @@ from weakref import ref
 import psutil
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset
-from torch.utils.data._utils.collate import default_collate
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from hotloop.core.random.rng import generator_restorer, generator_states
+from hotloop.core.torch_private import MapDatasetFetcher
 from hotloop.data.batch_difference import batch_difference, batch_leaves, raw_bytes
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.data.dataset_changes import dataset_summary, names_in_sample_code, reachable_values, unchecked_part
@@ -61,7 +60,7 @@ SIDE_EFFECTS = frozenset(
 _RECENT_S = 1.0
 """Seconds after the last fetch of a data set for which the script is likely to read on."""
 
-_load = _MapDatasetFetcher.fetch
+_load = MapDatasetFetcher.fetch
 """Torch's own function, which reads in this process."""
 
 
@@ -261,7 +260,7 @@ class LoaderExchange(DatasetExchange[_LoadedDataset]):
     """Replaces the fetch of a batch in this process; worker processes load as before."""
 
     def install(self) -> None:
-        self._patches.patch(_MapDatasetFetcher, "fetch", self._exchanging)
+        self._patches.patch(MapDatasetFetcher, "fetch", self._exchanging)
 
     @property
     def is_over(self) -> bool:
@@ -367,7 +366,7 @@ def _cut_and_check(table: SampleTable, dataset: Any, rows: list[int], changes: C
     restore = (
         generator_restorer() if table.exact else lambda: None
     )  # a data set that draws numbers has been refused before
-    if batch_difference(_load(_MapDatasetFetcher(dataset, True, default_collate, False), one), table.cut(one)):
+    if batch_difference(_load(MapDatasetFetcher(dataset, True, default_collate, False), one), table.cut(one)):
         restore()
         raise StaleSample
     return table.cut(rows)
@@ -397,7 +396,7 @@ def _choose_form(known: _LoadedDataset, rows: list[int]) -> str:
 def _is_plain(fetcher: Any, index: Any) -> bool:
     """Whether a fetch collates samples of a map-style data set by torch's default."""
     return (
-        type(fetcher) is _MapDatasetFetcher
+        type(fetcher) is MapDatasetFetcher
         and fetcher.auto_collation
         and fetcher.collate_fn is default_collate
         and type(index) is list

@@ -13,11 +13,11 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor, distributed, nn
-from torch._C._functorch import peek_interpreter_stack
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from hotloop.core.installed_code import is_installed
+from hotloop.core.torch_private import dispatch_mode_count, function_mode_count, peek_interpreter_stack, tracing_state
 from hotloop.profiler.base.transparency import hide_from_compiler
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -183,9 +183,9 @@ def is_plain_training_call(module: nn.Module) -> bool:
         module.training
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._get_tracing_state()
+        and not dispatch_mode_count()
+        and not function_mode_count()
+        and not tracing_state()
         and peek_interpreter_stack() is None
         and not nn.modules.module._has_any_global_hook()
     )

@@ -21,6 +21,7 @@ from torch import Tensor, distributed, nn
 
 from hotloop.core.patches import Patches
 from hotloop.core.task_parts.models import is_gapless
+from hotloop.core.torch_private import dispatch_mode_count, function_mode_count
 from hotloop.exchanges.part import Exchange, Part, Session
 from hotloop.exchanges.update_proof import Tensors, compare_update
 from hotloop.profiler.base.transparency import hide_from_warnings
@@ -252,7 +253,7 @@ def why_unfit(lists: Sequence[Tensors], settings: Mapping[str, Any], *, are_rows
             return f"torch's fused kernels don't support {name}"
     if any(isinstance(value, Tensor) for value in settings.values()):
         return "a setting is a tensor"
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or torch.is_grad_enabled():
+    if dispatch_mode_count() or function_mode_count() or torch.is_grad_enabled():
         return "a torch mode is active"
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return "several ranks make the same update, and each of them would choose by its own race"

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hotloop.core.torch_private import dispatch_mode_count
+
 try:
     import resource
 except ImportError:  # Windows
@@ -171,7 +173,7 @@ class _Flushing(ProcessOption):
 
     def unneeded(self, optimizers: Iterable[Optimizer]) -> str:
         """Reads the numbers after an update; subnormal activations alone, without subnormal gradients, are not found."""
-        if torch._C._len_torch_dispatch_stack():
+        if dispatch_mode_count():
             return "a torch mode is active"
         with torch.no_grad():
             is_found = any(_has_subnormal(value) for optimizer in optimizers for value in _numbers_of(optimizer))

@@ -12,11 +12,11 @@ from dataclasses import asdict, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from hotloop.core.torch_private import next_sequence_number
 from hotloop.exchanges.races import Seconds, TimedStep, WindowPairs, read_clocks
 from hotloop.profiler.base.steps import Finder, TrainingEvent, is_end
 from hotloop.profiler.base.transparency import hide_from_compiler
@@ -173,7 +173,7 @@ class StepTimes:
         if self._others:
             others, self._others = frozenset(self._others.items()), Counter()
         self.steps += 1
-        last, self._last = self._last, (read_clocks(reads_cpu=reads_cpu), torch.autograd._get_sequence_nr())
+        last, self._last = self._last, (read_clocks(reads_cpu=reads_cpu), next_sequence_number())
         if last is None:
             return None
         return TimedStep(self._last[0].since(last[0]), (others, self._last[1] - last[1]))

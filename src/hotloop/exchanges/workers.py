@@ -33,15 +33,14 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
 )
-from torch.utils.data._utils import signal_handling, worker
-from torch.utils.data._utils.collate import default_collate
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from hotloop.core.patches import Patches
 from hotloop.core.processes import end_with_parent
 from hotloop.core.random.rng import generator_states
+from hotloop.core.torch_private import MapDatasetFetcher, signal_handling, worker
 from hotloop.data.batch_difference import batch_difference, batch_leaves
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.data.dataset_changes import names_in_sample_code
@@ -97,11 +96,11 @@ class WorkerExchange(DatasetExchange["WorkerSite"]):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._passes = WeakKeyDictionary[_MapDatasetFetcher, LoaderPass]()
+        self._passes = WeakKeyDictionary[MapDatasetFetcher, LoaderPass]()
 
     def install(self) -> None:
         self._patches.patch(_SingleProcessDataLoaderIter, "_next_data", self._following)
-        self._patches.patch(_MapDatasetFetcher, "fetch", self._exchanging)
+        self._patches.patch(MapDatasetFetcher, "fetch", self._exchanging)
 
     def remove(self) -> None:
         super().remove()
@@ -174,7 +173,7 @@ class WorkerExchange(DatasetExchange["WorkerSite"]):
 
     def _begin(self, iterator: Any, fetcher: Any) -> LoaderPass | None:
         """Follows a new iterator if workers may fetch its batches."""
-        if type(fetcher) is not _MapDatasetFetcher or not fetcher.auto_collation:
+        if type(fetcher) is not MapDatasetFetcher or not fetcher.auto_collation:
             return None
         if fetcher.collate_fn is not default_collate:
             return None
@@ -332,11 +331,11 @@ class LoaderPass:
         session: says whether used exchanges are on.
     """
 
-    def __init__(self, site: WorkerSite, order: BatchOrder, fetcher: _MapDatasetFetcher, session: Session) -> None:
+    def __init__(self, site: WorkerSite, order: BatchOrder, fetcher: MapDatasetFetcher, session: Session) -> None:
         self.order = order
         self._site, self._session, self._dataset = site, session, fetcher.dataset
         # Another object than the iterator's own, whose end is the end of this pass.
-        self._fetch = _MapDatasetFetcher(fetcher.dataset, True, fetcher.collate_fn, fetcher.drop_last).fetch
+        self._fetch = MapDatasetFetcher(fetcher.dataset, True, fetcher.collate_fn, fetcher.drop_last).fetch
         self._pool: FetchPool | None = None
         self._watch: DatasetWatch | None = None
         self._last_s: float | None = None

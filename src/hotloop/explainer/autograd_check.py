@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from hotloop.core.records.explanation import Equation, LayerExplanation, MatrixRecord
+from hotloop.core.torch_private import tree_leaves, tree_map, tree_map_only
 from hotloop.explainer.layers.equation import EquationTerm, Formula, FunctionCall, LayerEquations, NotCovered
 from hotloop.explainer.layers.shape_ops import CASTS
 from hotloop.explainer.recorder import TorchCall

@@ -12,11 +12,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hotloop.core.torch_private import FakeTensor, FunctionalTensor, peek_interpreter_stack, tree_leaves, tree_map_only
 from hotloop.errors import is_library_file
 
 _PATCHED_LIBRARIES = (torch.nn.functional, torch.functional, torch._tensor)
@@ -244,7 +242,7 @@ def _copy_views(out: Any, args: Any) -> Any:
 
 def _is_in_transform() -> bool:
     """Returns whether a transform such as `vmap` runs, whose tensors are invalid afterwards."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return peek_interpreter_stack() is not None
 
 
 def _is_fake(floating: list[Tensor]) -> bool:

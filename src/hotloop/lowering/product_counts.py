@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_leaves
 
-from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
 from hotloop.core.float32_switches import read_switches
 from hotloop.core.number_formats import FORMATS, Float32Switches, operator_class, product_format
+from hotloop.core.torch_private import ReadOnlyDispatchMode, tree_leaves
 
 ProductCounts = Counter[tuple[str, str]]
 """The number of products by class of operators and format."""

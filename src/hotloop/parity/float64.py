@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.state import State
+from hotloop.core.torch_private import ReadOnlyDispatchMode, tree_leaves, tree_map_only
 from hotloop.data.batch_tree import map_tensors
 from hotloop.data.feeds.feed import Feed
 from hotloop.lowering.compile.compiled_rng import is_random_op

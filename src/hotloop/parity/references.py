@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop.core.float32_switches import apply_switches, read_switches
 from hotloop.core.number_formats import REDUCED, lowest_format, product_format
 from hotloop.core.random.rng import generator_for
 from hotloop.core.state import State
+from hotloop.core.torch_private import TorchDispatchMode
 from hotloop.data.batch_tree import batch_length, map_tensors, tree_tensors
 from hotloop.lowering.build import lower
 from hotloop.lowering.program import Program

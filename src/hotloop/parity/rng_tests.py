@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
 from hotloop.core.state import Position, State
+from hotloop.core.torch_private import ReadOnlyDispatchMode
 from hotloop.data.batch_tree import copy_tree
 from hotloop.distributed.wrappers.global_batch_rng import RandomOp
 from hotloop.lowering.program import Program

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop.core.random.rng import RandomStreams, generator_states, preserve_generators
 from hotloop.core.task_parts.models import copy_model, set_training
+from hotloop.core.torch_private import TorchDispatchMode
 from hotloop.data.batch_tree import to_device
 from hotloop.data.feeds.feed import first_batch
 from hotloop.distributed.wrappers.global_batch_rng import (

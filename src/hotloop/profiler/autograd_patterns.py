@@ -24,6 +24,7 @@ from torch.distributions import Distribution
 
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile import TAKE_ROWS
+from hotloop.core.torch_private import DisableTorchDispatch, next_sequence_number
 from hotloop.profiler.backward_walk import (
     CLEARED,
     UNREAD,
@@ -190,7 +191,7 @@ class AutogradPatterns:
         if self.on or self._losses or self._retained or self._before is not None:
             self._review_step()
         self._step += 1
-        self._first_node = torch._C._autograd._get_sequence_nr()
+        self._first_node = next_sequence_number()
 
     def _review_step(self) -> None:
         """Counts the patterns in the graphs of this step and of those before it."""
@@ -630,7 +631,7 @@ def find_identities(operators: Iterable[dict[str, Any]]) -> list[str]:
     if not square_shapes:
         return []
     identities: dict[str, bool] = {}
-    with torch._C._DisableTorchDispatch():  # hidden from the script's dispatch modes
+    with DisableTorchDispatch():  # hidden from the script's dispatch modes
         for value in gc.get_objects():
             # Subclasses, such as parameters, may store their data elsewhere.
             shape = "x".join(map(str, value.shape)) if type(value) is Tensor else ""

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hotloop.core.torch_private import DisableTorchDispatch
 from hotloop.profiler.base.call_sites import CallSites
 from hotloop.profiler.base.tensor_facts import sample_numbers, tensors_in
 from hotloop.profiler.hooks.torch_hooks import stop_on_error
@@ -115,7 +115,7 @@ def change_key(leaf: Tensor) -> tuple | None:
     if type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return None
     try:
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return leaf._version, *sample_numbers(leaf)
     except RuntimeError:  # the tensor has no data
         return None

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
 from hotloop.core.random.rng import preserve_generators
 from hotloop.core.records.model_summary import ModelLayers, ModelMemory, ModuleRow
 from hotloop.core.state import tree_leaves as named_leaves
 from hotloop.core.task_parts.optimizers import describe_optimizer
+from hotloop.core.torch_private import ReadOnlyDispatchMode, current_graph_task_id, tree_leaves
 from hotloop.data.batch_tree import batch_inputs, tree_tensors
 from hotloop.data.feeds.feed import first_batch
 from hotloop.errors import call_user_code
@@ -245,7 +244,7 @@ class _FlopCounter(ReadOnlyDispatchMode):
 
 
 def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 class _SavedTensor:

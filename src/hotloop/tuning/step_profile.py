@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
+from hotloop.core.torch_private import ReadOnlyDispatchMode
 from hotloop.lowering.program import Program
 from hotloop.lowering.rewrites.conv_in_pool import MAX_FAST_TERMS
 from hotloop.lowering.rewrites.dropout_from_words import share_of_ones

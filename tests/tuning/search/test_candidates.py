@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
+from hotloop.core.torch_private import ReadOnlyDispatchMode
 from hotloop.core.records.race import Timing
 from hotloop.plan import Plan
 from hotloop.tuning import step_profile

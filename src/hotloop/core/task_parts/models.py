@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
-from torch.utils._pytree import tree_leaves
 
+from hotloop.core.torch_private import tree_leaves
 from hotloop.errors import TaskError, describe_error, is_out_of_memory
 
 

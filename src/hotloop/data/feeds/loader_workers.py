@@ -17,10 +17,10 @@ from multiprocessing.queues import Queue
 from types import FrameType
 from typing import Any
 
-from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 
 from hotloop.core.processes import HANGUP
+from hotloop.core.torch_private import ExceptionWrapper
 from hotloop.data.seeded_dataset import show_dataset
 
 Check = Callable[[], None]

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hotloop.core.torch_private import TorchDispatchMode
 from hotloop.data.order import rank_bounds
 from hotloop.errors import TaskError
 

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from hotloop.core.torch_private import tree_flatten, tree_unflatten
 from hotloop.explainer.layers.equation import (
     EquationTerm,
     Formula,

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hotloop.core.random.rng import preserve_generators
+from hotloop.core.torch_private import TorchDispatchMode, tree_leaves
 from hotloop.data.batch_tree import to_device
 from hotloop.lowering.program import Program
 

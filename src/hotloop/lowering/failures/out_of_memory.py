@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
 from hotloop.core.hardware.limits import UNITS, format_binary_bytes, free_memory_bytes
+from hotloop.core.torch_private import ReadOnlyDispatchMode
 from hotloop.data.batch_tree import to_device, tree_tensors
 from hotloop.data.feeds.feed import first_batch
 from hotloop.data.sources import Table

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_any, tree_map_only
+
+from hotloop.core.torch_private import TorchDispatchMode, tree_any, tree_map_only
 
 _WIDE_DTYPES = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hotloop.core.torch_private import TorchDispatchMode
 from hotloop.distributed.wrappers.global_batch_rng import BatchDimension, DrawPattern, RandomOp
 from hotloop.errors import PlanError
 from hotloop.lowering.context import LoweringContext

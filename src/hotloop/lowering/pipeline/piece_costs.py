@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from hotloop.core.torch_private import FakeTensorMode, TorchDispatchMode, disable_current_modes
 from hotloop.distributed.wrappers.global_batch_rng import RandomOp
 from hotloop.lowering.compile.inductor_patches.grouped_mm_strides import traceable_groups
 from hotloop.lowering.pipeline.graph_split import GraphPiece, TensorLeaves
@@ -234,7 +233,7 @@ def _tensors_of(piece: GraphPiece) -> list[tuple[str, Tensor]]:
 
 def _meta_tensors(values: Sequence[Tensor], leading: Sequence[bool]) -> tuple[Tensor, ...]:
     """Creates meta tensors outside of any mode, so that they are no fake tensors."""
-    with _disable_current_modes():
+    with disable_current_modes():
         return tuple(
             torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad and leads)
             for value, leads in zip(values, leading, strict=True)

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop.core.random.rng import RandomStreams, preserve_generators
 from hotloop.core.state import full_tensor
 from hotloop.core.task_parts.models import copy_model, set_training
+from hotloop.core.torch_private import TorchDispatchMode
 from hotloop.data.batch_tree import to_device
 from hotloop.data.feeds.feed import first_batch
 from hotloop.errors import PlanError, describe_error

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hotloop.core.task_parts.losses import weight_mean
 from hotloop.core.task_parts.models import NotCopiedError, copy_model, set_training
+from hotloop.core.torch_private import TorchDispatchMode, tree_leaves
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.data.row_count import count_rows
 from hotloop.errors import HotloopError, PlanError, describe_error

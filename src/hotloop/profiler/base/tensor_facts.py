@@ -7,8 +7,9 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from hotloop.core.torch_private import DisableTorchDispatch
 
 _SAMPLED_NUMBERS = 64
 """Numbers per tensor that its fingerprint contains."""
@@ -23,7 +24,7 @@ def _fingerprint(value: Tensor) -> tuple:
     if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # may store its numbers elsewhere
         return value.shape, id(value)
     try:
-        with torch._C._DisableTorchDispatch():  # the script's dispatch modes see no operations of the profiler
+        with DisableTorchDispatch():  # the script's dispatch modes see no operations of the profiler
             return value.shape, value.detach().sum().item(), *sample_numbers(value)
     except RuntimeError:  # no numbers, as under torch.func
         return value.shape, id(value)

@@ -19,6 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile_terms import Phase
+from hotloop.core.torch_private import DisableTorchFunction
 from hotloop.distributed.wrappers.ddp import WrapperMarker
 from hotloop.profiler.base.phases import RANK_PHASES, HostClock, LightSpan, StepClock, Timeline
 from hotloop.profiler.base.transparency import (
@@ -114,7 +115,7 @@ def stop_on_error(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 return method(self, *args, **kwargs)
         except Exception as error:
             return self.fail(error)
@@ -403,12 +404,12 @@ class _TensorMethod:
 
 
 def _is_differentiated(tensor: Tensor) -> bool:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return tensor.requires_grad
 
 
 def _is_device_change(name: str, args: tuple, kwargs: dict) -> bool:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         here = args[0].device
         if name in ("cpu", "cuda"):
             return here.type != name or bool(args[1:] or kwargs)

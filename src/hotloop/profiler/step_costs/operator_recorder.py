@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
-from hotloop.core.dispatch_mode import ReadOnlyDispatchMode
 from hotloop.core.records.step_costs import Kind, OperatorCost, StepPhase
+from hotloop.core.torch_private import FakeTensor, ReadOnlyDispatchMode, current_autograd_node, tree_leaves
 from hotloop.profiler.operator_cost import ELEMENTWISE_FORMULAS, OpCall, UncountableCall, count_operator
 
 _NAMES: dict[Kind, str] = {
@@ -414,7 +412,7 @@ class StepRecorder(ReadOnlyDispatchMode):
         if new and (saved := saved_workspace_bytes(name, arguments)) and not new[-1].numel():
             self._add_bytes(new[-1], saved)
         phase: StepPhase = self.phase
-        if phase == "forward" and torch._C._current_autograd_node() is not None:
+        if phase == "forward" and current_autograd_node() is not None:
             phase = "backward"
         written = [*new, *_mutated(func, args, kwargs)]
         self.peaks[phase] = max(self.peaks[phase], self.live_bytes + workspace_bytes(name, arguments, self.device))

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hotloop.core.torch_private import current_autograd_node
 from hotloop.scripts.child import ImportHook, hide_stops, imports_from, leave_out_our_frames, mark_stop, write_result
 
 _TRIES = 5
@@ -163,9 +164,9 @@ class ScriptStep:
         def wrapped(iterator: Any) -> Any:
             if self._recorded is None:
                 return draw(iterator)
-            from torch.utils._python_dispatch import _disable_current_modes
+            from hotloop.core.torch_private import disable_current_modes
 
-            with _disable_current_modes():  # reading data is no operator of the step
+            with disable_current_modes():  # reading data is no operator of the step
                 batch = draw(iterator)
             self._recorded.batch_drawn(iterator, batch)
             return batch
@@ -283,7 +284,7 @@ class _RecordedStep:
 
         from hotloop.data.row_count import count_rows
 
-        if torch._C._current_autograd_node() is None:
+        if current_autograd_node() is None:
             self._recorder.phase = "forward"
         self._add_state(one for one in [*module._parameters.values(), *module._buffers.values()] if one is not None)
         if not self._calls:

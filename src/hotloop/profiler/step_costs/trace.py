@@ -15,11 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hotloop.core.hardware.limits import free_memory_bytes
 from hotloop.core.random.rng import preserve_generators
@@ -27,6 +24,7 @@ from hotloop.core.records.step_costs import OperatorCost, StepCosts
 from hotloop.core.task_parts.losses import YieldedLosses
 from hotloop.core.task_parts.models import copy_model, default_device, restart_names
 from hotloop.core.task_parts.optimizers import NamedOptimizers
+from hotloop.core.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.data.feeds.feed import first_batch
 from hotloop.data.row_count import count_rows

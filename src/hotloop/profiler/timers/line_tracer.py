@@ -11,11 +11,10 @@ from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
 from torch import nn
-from torch._C._profiler import _RecordFunctionFast
 
 from hotloop.core.records.profile_terms import Phase
+from hotloop.core.torch_private import RecordFunctionFast, next_sequence_number
 from hotloop.profiler.base.call_sites import is_step
 from hotloop.profiler.base.transparency import can_keep_locals, clear_frame_variables, hide_from_compiler
 from hotloop.profiler.timers.module_names import LOSS_NAME, ModuleName, ModulePlace, StepInputs
@@ -254,8 +253,8 @@ class TraceMarkers:
             if not self.full and self._is_unchanged(phase, deep):
                 return
         self._marked[line] += line is not None
-        with _RecordFunctionFast(f"{MARK}{len(self.marks)}"):
-            number = torch._C._autograd._get_sequence_nr()
+        with RecordFunctionFast(f"{MARK}{len(self.marks)}"):
+            number = next_sequence_number()
         self.marks.append(TraceMark(number, self._inside[-1], line, phase, deep, ground))
 
     def _is_unchanged(self, phase: Phase, deep: bool) -> bool:

@@ -11,12 +11,12 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.loss import _Loss
 
 from hotloop.core.records.profile import ModuleTime
+from hotloop.core.torch_private import DisableTorchFunction
 from hotloop.profiler.base.transparency import frame_variables, hide_from_compiler
 
 _MAX_SCANS = 4
@@ -301,7 +301,7 @@ class StepInputs:
         if inside is None or not isinstance(first, Tensor):
             return
         # Tensors of torch.func have no storage; the script's modes see no operation.
-        with suppress(RuntimeError, NotImplementedError), torch._C.DisableTorchFunction():
+        with suppress(RuntimeError, NotImplementedError), DisableTorchFunction():
             memory = StorageWeakRef(first.untyped_storage())  # the reference prevents reuse of the address
             # In-place writes make another input, as in a stack of layers that add to one tensor.
             self._inputs[id(inside), place.kind, memory, first._version][id(place)] = place

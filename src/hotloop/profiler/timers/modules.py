@@ -30,6 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile import ModuleTime
+from hotloop.core.torch_private import DisableTorchDispatch, DisableTorchFunction, next_sequence_number
 from hotloop.distributed.wrappers.ddp import WrapperMarker
 from hotloop.profiler.base.steps import Kind, middle_mean
 from hotloop.profiler.base.transparency import RecursionHeadroom, hide_from_compiler, hide_from_warnings, strip_frame
@@ -147,8 +148,8 @@ class _View(nn.Module):
 def measure_clock_overhead(clock: ModuleClock) -> tuple[float, float]:
     """Returns nanoseconds of overhead per forward call and per change of module in backward; takes 10 ms."""
     with (  # the script's modes see no operation
-        torch._C.DisableTorchFunction(),
-        torch._C._DisableTorchDispatch(),
+        DisableTorchFunction(),
+        DisableTorchDispatch(),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
@@ -346,7 +347,7 @@ class ModuleClock:
         if counted is not None:
             counted.inside[self._direction] += 1
         numbers, owners = self._made_here()
-        number = torch._C._autograd._get_sequence_nr()
+        number = next_sequence_number()
         if numbers and numbers[-1] == number:
             owners[-1] = owner
         else:
@@ -426,7 +427,7 @@ class _Times:
 
 def _numbered_nodes(roots: Any) -> dict[Any, int]:
     """All nodes of the graph below with their numbers, without nodes that accumulate gradients."""
-    with torch._C.DisableTorchFunction():  # the script's modes see no operation
+    with DisableTorchFunction():  # the script's modes see no operation
         waiting = [getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots]
     found: dict[Any, int] = {}
     while waiting:
