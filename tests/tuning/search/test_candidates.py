@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hotloop.core.torch_private import ReadOnlyDispatchMode
 from hotloop.core.records.race import Timing
+from hotloop.core.torch_private import ReadOnlyDispatchMode
 from hotloop.plan import Plan
 from hotloop.tuning import step_profile
 from hotloop.tuning.candidates import (
