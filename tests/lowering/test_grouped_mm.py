@@ -13,8 +13,7 @@ from torch.nn import functional as F
 import hotloop
 from hotloop.errors import PlanError
 from hotloop.lowering import grouped_mm
-from hotloop.lowering.compile.inductor_patches.grouped_mm_strides import traceable_groups
-from hotloop.lowering.grouped_mm import multiply_groups
+from hotloop.lowering.grouped_mm import multiply_groups, traceable_groups
 from hotloop.lowering.pipeline.graph_split import LossModule, TracedForward
 from hotloop.lowering.pipeline.piece_costs import infer_piece_shapes
 from hotloop.parity.proof import prove

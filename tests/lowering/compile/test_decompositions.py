@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
+from hotloop.lowering.compile import inductor_patches
 from hotloop.lowering.compile.capture import capture_step
-from hotloop.lowering.compile.inductor_patches import decompositions
 from hotloop.parity.proof import prove
 from hotloop.plan import Plan
 from tests.support.eager_comparison import STEP
@@ -34,7 +34,7 @@ def test_samples_mixed_in_a_drawn_order_are_compiled() -> None:
 @pytest.mark.more
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="a later torch may do without")
 def test_that_takes_what_is_written_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decompositions, "_skip_permutation_checks", lambda graph: None)
+    monkeypatch.setattr(inductor_patches, "_skip_permutation_checks", lambda graph: None)
     with pytest.raises(hotloop.errors.PlanError, match="can't be compiled"):
         hotloop.lower(a_task(step=mixed, model=lambda: nn.Linear(6, 3)), STEP)
 

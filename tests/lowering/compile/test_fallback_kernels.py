@@ -14,7 +14,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes as no_fake_tensors
 
 from hotloop.lowering.compile import inductor_patches
-from hotloop.lowering.compile.inductor_patches import output_strides
 from hotloop.parity.proof import prove
 from hotloop.plan import Plan
 from tests.support.eager_comparison import STEP
@@ -74,7 +73,7 @@ def counted(x: Tensor) -> Tensor:
     ids=str,
 )
 def test_only_what_surely_only_computes_is_asked(kernel: torch._ops.OpOverload, asked: bool) -> None:
-    assert output_strides._is_pure(kernel) is asked
+    assert inductor_patches._is_pure(kernel) is asked
 
 
 @pytest.fixture
@@ -90,12 +89,12 @@ def last(mode: FakeTensorMode, *shape: int) -> Tensor:
 def test_a_result_lies_as_one_with_content_does(mode: FakeTensorMode) -> None:
     operation, asked = aten.replication_pad2d_backward.default, dict[str, Any]()
     image, gradient = last(mode, 2, 3, 4, 4), mode.from_tensor(torch.ones(2, 3, 6, 6))
-    found = output_strides._infer_result(operation, asked)(gradient, image, [1, 1, 1, 1])
+    found = inductor_patches._infer_result(operation, asked)(gradient, image, [1, 1, 1, 1])
     with no_fake_tensors():
         there = operation(torch.ones(2, 3, 6, 6), torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last), [1] * 4)
     assert found.stride() == there.stride() and isinstance(found, FakeTensor)
     assert len(asked) == 1
-    assert output_strides._infer_result(operation, asked)(gradient, image, [1, 1, 1, 1]).stride() == there.stride()
+    assert inductor_patches._infer_result(operation, asked)(gradient, image, [1, 1, 1, 1]).stride() == there.stride()
     assert len(asked) == 1  # the same was asked before
 
 
@@ -112,12 +111,12 @@ def test_a_result_lies_as_one_with_content_does(mode: FakeTensorMode) -> None:
 )
 def test_else_it_lies_as_was_said(mode: FakeTensorMode, run: Callable[[FakeTensorMode], tuple[Any, Any]]) -> None:
     operation, given = run(mode)
-    said, found = operation(*given), output_strides._infer_result(operation, {})(*given)
-    assert found.ndim == said.ndim and (not output_strides._has_known_size(said) or found.stride() == said.stride())
+    said, found = operation(*given), inductor_patches._infer_result(operation, {})(*given)
+    assert found.ndim == said.ndim and (not inductor_patches._has_known_size(said) or found.stride() == said.stride())
 
 
 def test_results_of_several_parts_may_lack_some(mode: FakeTensorMode) -> None:
     image, weight = last(mode, 2, 3, 4, 4), mode.from_tensor(torch.ones(3, 3, 1, 1))
     how: Any = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])
-    found = output_strides._infer_result(aten.convolution_backward.default, {})(image, image, weight, None, *how)
+    found = inductor_patches._infer_result(aten.convolution_backward.default, {})(image, image, weight, None, *how)
     assert found[0] is None and found[1].shape == weight.shape

@@ -16,7 +16,7 @@ from torch.utils._ordered_set import OrderedSet
 import hotloop
 from hotloop.core.patches import Patches
 from hotloop.lowering.compile import inductor_patches
-from hotloop.lowering.compile.inductor_patches.mutation_order import patch_mutation_deps
+from hotloop.lowering.compile.inductor_patches import patch_mutation_deps
 from tests.support.eager_comparison import STEP
 from tests.support.programs import a_task
 

@@ -18,8 +18,7 @@ import hotloop
 from hotloop.data.batch_tree import flatten_tree
 from hotloop.lowering.compile import inductor_patches
 from hotloop.lowering.compile.capture import CapturedStep, capture_step
-from hotloop.lowering.compile.inductor_patches import trace_mode
-from hotloop.lowering.compile.inductor_patches.output_strides import significant_strides
+from hotloop.lowering.compile.inductor_patches import significant_strides
 from hotloop.parity.proof import prove
 from hotloop.plan import Plan
 from tests.support.eager_comparison import STEP
@@ -156,7 +155,7 @@ nnpack = pytest.mark.skipif(
 def unasked(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All is captured without oneDNN, as an LSTM is; torch remembers how convolutions lay."""
     without = torch.backends.mkldnn.flags
-    monkeypatch.setattr(trace_mode, "reset_stride_cache", lambda: without(enabled=False))
+    monkeypatch.setattr(inductor_patches, "reset_stride_cache", lambda: without(enabled=False))
     FakeTensorMode.cache_clear()
     yield
     FakeTensorMode.cache_clear()

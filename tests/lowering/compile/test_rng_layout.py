@@ -14,8 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hotloop
 from hotloop.lowering.compile import inductor_patches
-from hotloop.lowering.compile.inductor_patches import decompositions
-from hotloop.lowering.compile.inductor_patches.decompositions import fix_graph_for_inductor
+from hotloop.lowering.compile.inductor_patches import fix_graph_for_inductor
 from hotloop.lowering.transforms.layout import LogicalOrderDraws
 from hotloop.plan import Plan
 from tests.support.programs import seeing
@@ -62,12 +61,12 @@ def test_a_mended_graph_draws_the_same(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["into a transposed", "by channels"])
 def test_chances_that_stay_as_they_are_are_seen(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    turned = decompositions._permute_operand
+    turned = inductor_patches._permute_operand
 
     def careless(graph: Any, node: Any, value: Tensor, order: list[int]) -> Any:
         return turned(graph, node, value, order) if "empty" in node.name or node.name.startswith("t") else node
 
-    monkeypatch.setattr(decompositions, "_permute_operand", careless)
+    monkeypatch.setattr(inductor_patches, "_permute_operand", careless)
     found, expected = drawn(case)
     assert not torch.equal(found, expected)
 

@@ -10,7 +10,7 @@ from torch._inductor import sizevars
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 import hotloop
-from hotloop.lowering.compile.inductor_patches.index_simplification import patch_stride_simplify
+from hotloop.lowering.compile.inductor_patches import patch_stride_simplify
 from tests.support.eager_comparison import STEP
 from tests.support.programs import a_task, advance, state_after
 

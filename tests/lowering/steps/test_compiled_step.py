@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import hotloop
 from hotloop.core.state import State
 from hotloop.errors import PlanError
+from hotloop.lowering.compile import symbolic_numbers
 from hotloop.lowering.compile.capture import CapturedStep, capture_step
-from hotloop.lowering.compile.inductor_patches import symbolic_numbers
 from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
 from tests.lowering.compile.test_optimizer_scalars import assert_as_eager, halving, uncompiled  # noqa: F401  a fixture, for all tests here

@@ -32,8 +32,7 @@ from hotloop.lowering.compile.guards import (
     graph_constants,
     have_same_constants,
 )
-from hotloop.lowering.compile.inductor_patches.decompositions import fix_graph_for_inductor
-from hotloop.lowering.compile.inductor_patches.trace_mode import DECOMPOSITIONS, trace_mode
+from hotloop.lowering.compile.inductor_patches import DECOMPOSITIONS, fix_graph_for_inductor, trace_mode
 from hotloop.lowering.compile.inputs import (
     StepTensors,
     group_numbers,
@@ -139,7 +138,7 @@ class _Tracer:
             raise capture_error(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
         check_recurrent(self.step.parts.model, self.step.parts.device)
         # imports sympy, which takes a third of a second
-        from hotloop.lowering.compile.inductor_patches.symbolic_numbers import FastShapeEnv, skip_power_guards
+        from hotloop.lowering.compile.symbolic_numbers import FastShapeEnv, skip_power_guards
 
         mode = FakeTensorMode(shape_env=FastShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
         # Each leaf is an input of its own, even if the batch contains one tensor twice.

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from hotloop.errors import PlanError
 from hotloop.lowering.compile.capture import CapturedStep
 from hotloop.lowering.compile.guards import constant_contents
-from hotloop.lowering.compile.inductor_patches.decompositions import mutated_nodes
+from hotloop.lowering.compile.inductor_patches import mutated_nodes
 
 aten = torch.ops.aten
 

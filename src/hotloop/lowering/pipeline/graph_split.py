@@ -18,7 +18,7 @@ from hotloop.core.reporter import silence_loggers
 from hotloop.core.task_parts.models import set_training
 from hotloop.data.batch_tree import map_tensors, tree_tensors
 from hotloop.errors import HotloopError, PlanError, describe_error, is_out_of_memory
-from hotloop.lowering.compile.inductor_patches.grouped_mm_strides import traceable_groups
+from hotloop.lowering.grouped_mm import traceable_groups
 from hotloop.task import StepResult, Task
 
 TensorLeaves = Sequence[Tensor]

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from hotloop.core.torch_private import FakeTensorMode, TorchDispatchMode, disable_current_modes
 from hotloop.distributed.wrappers.global_batch_rng import RandomOp
-from hotloop.lowering.compile.inductor_patches.grouped_mm_strides import traceable_groups
+from hotloop.lowering.grouped_mm import traceable_groups
 from hotloop.lowering.pipeline.graph_split import GraphPiece, TensorLeaves
 from hotloop.lowering.steps.gradient_check import autograd_ancestors
 
