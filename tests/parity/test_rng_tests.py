@@ -16,7 +16,7 @@ import hotloop
 from bench.graph_mutations import Graphs
 from hotloop.core.records.race import Parity
 from hotloop.lowering.build import lower
-from hotloop.lowering.checks import later_batches
+from hotloop.lowering.checks import batch_rows
 from hotloop.lowering.program import Program
 from hotloop.parity.comparison import StepErrors
 from hotloop.parity.proof import prove, prove_programs
@@ -329,7 +329,7 @@ def test_what_cannot_be_put_together_is_unproven_and_not_broken(model: Callable[
 
 @pytest.mark.more
 def test_no_draw_of_a_comparison_of_pieces_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(later_batches, "_FREE_TIME_S", 1000.0)  # else a comparison is due only on a fast machine
+    monkeypatch.setattr(batch_rows, "_FREE_TIME_S", 1000.0)  # else a comparison is due only on a fast machine
     task, plan = family("vae"), HALVES
     (found,) = prove_programs(task, [lower(task, plan)])
     assert "the plan's random numbers have the baseline's rate and scale" in found.reason

@@ -89,7 +89,7 @@ def test_an_accuracy_that_fails_ends_no_training(tmp_path: Path, monkeypatch: py
     def fail(*args: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("hotloop.lowering.training_accuracy.evaluate", fail)
+    monkeypatch.setattr("hotloop.training.monitor.evaluate", fail)
     run = hotloop.fit(a_task(epochs=3, validation=0.25), run=tmp_path / "run")
     assert len(run.epochs) == 3
     assert capsys.readouterr().err.count("accuracy on training data can't be measured (out of memory)") == 1

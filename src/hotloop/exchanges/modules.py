@@ -608,7 +608,7 @@ class _SealedBackend:
         if self.is_sealed:
             raise RuntimeError("the module changed, so it would be compiled again")
         from hotloop.lowering.compile.dynamo_backend import compile_rewritten
-        from hotloop.lowering.compile.inductor_options import inductor_options
+        from hotloop.lowering.compile.inductor_patches import inductor_options
 
         # A script may call backward twice on one graph; torch compiles the backward at once if asked to.
         settings = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}

@@ -13,22 +13,22 @@ from torch.fx import GraphModule
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from hotloop.core.random.rng import StepSeeds
+from hotloop.core.random.generators import OwnedGenerators
+from hotloop.core.random.rng import StepSeeds, seed_for
 from hotloop.core.state import State, copy_into, tree_leaves
 from hotloop.core.task_parts.losses import weight_mean
 from hotloop.core.task_parts.models import switchable_optimizers
-from hotloop.core.task_parts.optimizers import capture_optimizer, inner_optimizers
+from hotloop.core.task_parts.optimizers import capture_optimizer, has_own_state_dict, inner_optimizers
 from hotloop.core.task_parts.schedules import schedules_of
-from hotloop.errors import TaskError
+from hotloop.distributed.world import World
+from hotloop.errors import PlanError, TaskError
 from hotloop.lowering.checks.first_step import check_clipping, check_loss, check_losses, report_means
-from hotloop.lowering.checks.plan_limits import check_optimizer, check_trainable
 from hotloop.lowering.context import LoweringContext
-from hotloop.lowering.losses.loss_sum import check_loss_sum
+from hotloop.lowering.losses.loss_copy import check_loss_sum
 from hotloop.lowering.object_state.attributes import schedule_functions
-from hotloop.lowering.step_generators import StepGenerators
 from hotloop.lowering.transforms.accumulation import accumulate
 from hotloop.lowering.transforms.optimizer import flush_subnormals
-from hotloop.task import StepResult, YieldedResult, single_optimizer_error
+from hotloop.task import StepResult, Task, YieldedResult, single_optimizer_error
 
 
 class EagerStep:
@@ -375,3 +375,85 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer.step` requires a closure, as LBFGS's does."""
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+_NEAREST_OBJECTS = 64
+"""Number of objects whose attributes are compared after each span of steps; one comparison takes 0.3 us."""
+
+
+class StepGenerators:
+    """Seeds the generators of model, loss, step, optimizer and schedule from the seed of each step.
+
+    Attributes:
+        of_batch: generators of model, loss and step. Each rank draws its own numbers for its rows.
+        of_update: generators of optimizer and schedule. All ranks draw the same numbers.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, optimizer: Any, schedule: Any, world: World) -> None:
+        self.of_batch = OwnedGenerators(task.owners(model), near=_NEAREST_OBJECTS)
+        self.of_update = OwnedGenerators({"optimizer": optimizer, "schedule": schedule}, near=_NEAREST_OBJECTS)
+        self._world = world
+        self._is_first = True
+        self.refresh()
+
+    def refresh(self) -> None:
+        self.of_batch.refresh()
+        self.of_update.refresh()
+
+    def seed(self, seed: int) -> None:
+        rank = self._world.rank
+        self.of_batch.seed(seed_for(seed, "rank", rank) if rank else seed)
+        self.of_update.seed(seed)
+
+    def find_late(self) -> list[str]:
+        """Returns a line for each generator that steps created since the last call of `refresh`."""
+        both = (self.of_batch, self.of_update)
+        late = [path for owned in both for path in owned.late_finds(thorough=self._is_first)]
+        self._is_first = False
+        return [
+            f"a step makes the random generator {path}: what the first step of each process draws from it doesn't follow "
+            "from the seed, so a resumed run may differ"
+            for path in late
+        ]
+
+
+_SPLIT_MODES = ("sharded", "towers", "tensor", "stages", "local")
+"""Values of `parallel` with which ranks split, move or average the state of single parameters."""
+
+
+def check_optimizer(parts: LoweringContext, optimizer: torch.optim.Optimizer, *, switches: bool) -> None:
+    """Rejects an optimizer whose state or modes the plan or the Task doesn't support.
+
+    Args:
+        switches: whether the optimizer has a training and an evaluation mode.
+
+    Raises:
+        TaskError: the optimizer and the Task both average the weights.
+        PlanError: ranks can't split the optimizer's state.
+    """
+    name, parallel, average = type(optimizer).__name__, parts.plan.parallel, parts.task.average
+    if switches and average is not None:
+        raise TaskError(
+            f"average={average} with {name}, whose eval() averages weights itself",
+            expected="one average of the weights",
+            fix="leave average out, or use another optimizer",
+        )
+    own = switches or has_own_state_dict(optimizer) or inner_optimizers(optimizer)
+    if own and parallel in _SPLIT_MODES:
+        raise PlanError(
+            f"parallel={parallel} with {name}, which has a state_dict or modes of its own, or wraps an optimizer",
+            expected="an optimizer whose state belongs to single parameters",
+            fix="use parallel=data or none, or another optimizer",
+        )
+
+
+def check_trainable(parts: LoweringContext, as_built: Sequence[bool]) -> None:
+    """Raises PlanError if a parameter was frozen or unfrozen after the step was built, as other processes miss the change."""
+    named = list(parts.model.named_parameters())
+    changed = [name for (name, value), before in zip(named, as_built, strict=True) if value.requires_grad != before]
+    if changed:
+        raise PlanError(
+            f"parallel={parts.plan.parallel}, and {changed[0]!r} was frozen or thawed after the model was built",
+            expected="the same parameters to train throughout",
+            fix="use parallel=none",
+        )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,22 +25,24 @@ from hotloop.core.state import (
     sums_on_host,
     to_host,
 )
-from hotloop.core.task_parts.models import evaluation_mode
+from hotloop.core.task_parts.models import evaluation_mode, modules_in_eval, set_training
 from hotloop.core.task_parts.optimizers import restore_optimizer
-from hotloop.core.task_parts.schedules import schedule_state
+from hotloop.core.task_parts.schedules import restore_schedule, schedule_state, steps_left_in_schedule
 from hotloop.data.batch_tree import to_device
-from hotloop.data.feeds.feed import Feed, SamplesFeed, StreamFeed
+from hotloop.data.dataset_changes import dataset_summary
+from hotloop.data.feeds.batches import RowBatches
+from hotloop.data.feeds.feed import Feed, SamplesFeed, StreamFeed, TableFeed
 from hotloop.data.feeds.loader_workers import Check, never_stop
 from hotloop.data.row_count import count_rows
+from hotloop.data.seeded_dataset import SampleWatch
+from hotloop.data.sources import Samples, Table
 from hotloop.distributed.comm_stats import CommTime
-from hotloop.lowering.batch_cursor import BatchCursor
+from hotloop.distributed.watchdog import RANK_PROGRESS
+from hotloop.errors import PlanError
 from hotloop.lowering.checks.batch_rows import BatchChecks
-from hotloop.lowering.checks.dataset_staleness import DataChanges
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.eager_step import EagerStep
-from hotloop.lowering.object_state.attributes import TaskAttributes, worker_changes
-from hotloop.lowering.object_state.schedule_state import restore_schedule, steps_left_in_schedule
-from hotloop.lowering.training_mode import TrainingMode
+from hotloop.lowering.object_state.attributes import TaskAttributes, preserve_attributes, worker_changes
 from hotloop.lowering.transforms.allocator import keeps_freed_memory, restore_allocator
 from hotloop.task import StepResult
 
@@ -398,3 +402,134 @@ class Program:
         self._batches.reset()
         self.feed.close()
         restore_allocator(self.parts)
+
+
+class TrainingMode:
+    """The modes of a model's modules during training.
+
+    Attributes:
+        in_eval: names of the modules that stay in evaluation mode.
+    """
+
+    def __init__(self, model: nn.Module, in_eval: Collection[str]) -> None:
+        self.in_eval = frozenset(in_eval)
+        self._model = model
+
+    def set(self) -> None:
+        """Switches the model to training mode, except for the modules that stay in evaluation mode."""
+        set_training(self._model, self.in_eval)
+
+    def enter_with(self, parallel: str) -> bool:
+        """Adopts the modes of single modules that a callback switched; returns whether there are any.
+
+        A switch of the whole model, such as for an evaluation, has no effect.
+
+        Raises:
+            PlanError: the plan has several processes, and the callback runs in one of them.
+        """
+        modes = {module.training for module in self._model.modules()}
+        if len(modes) == 1 or (found := modules_in_eval(self._model)) == self.in_eval:
+            return False
+        if parallel != "none":
+            raise PlanError(
+                f"parallel={parallel}, and a callback switches the mode of {min(found ^ self.in_eval)!r}",
+                expected="modules that stay in the mode in which the model factory returned them",
+                fix="use parallel=none",
+            )
+        self.in_eval = found
+        return True
+
+
+_SHARE = 0.01
+"""Largest share of the time that comparisons take, except after callbacks."""
+
+
+class DataChanges:
+    """Compares the Task's data set with its state at the last comparison."""
+
+    def __init__(self, parts: LoweringContext) -> None:
+        given = parts.task.roles.train
+        is_read = isinstance(given, Samples) and isinstance(parts.splits.train, Table)
+        self._dataset = given.dataset if is_read and isinstance(given, Samples) else None
+        self._samples, self._task = given, parts.task
+        self._watch: SampleWatch | None = None
+        self._say = parts.say
+        self._summary: tuple[Any, ...] | None = None
+        self._next_s = 0.0  # of time.perf_counter()
+
+    def begin(self) -> None:
+        """Records the data set before the first step; only the first call has an effect."""
+        if self._summary is None:
+            self.report()
+
+    def report_seldom(self) -> None:
+        """Reports a change as `report` does, as often as the share of the time allows."""
+        if self._dataset is not None and time.perf_counter() >= self._next_s:
+            self.report()
+
+    def report(self) -> None:
+        """Reports once that the data set has changed since it was read."""
+        if self._dataset is None:
+            return
+        began, is_other = time.perf_counter(), False
+        now = dataset_summary(self._dataset)
+        with preserve_attributes(self._task):  # a data set may count its reads
+            if self._watch is None and isinstance(self._samples, Samples):
+                self._watch = SampleWatch(self._samples, self._task.seed)
+            elif self._watch is not None:
+                is_other = self._watch.has_changed()
+        if is_other or (self._summary is not None and self._summary != now):
+            self._dataset = None
+            self._say(
+                "the data set has changed since it was read into memory, and training goes on with what was read:"
+                " set deterministic=False in the Task, or residency=stream in the plan"
+            )
+        self._summary = now
+        ended = time.perf_counter()
+        self._next_s = ended + (ended - began) / _SHARE
+
+
+class BatchCursor:
+    """Opens the feed at the position of training; each call continues until `reset`."""
+
+    def __init__(self, step: EagerStep, checks: BatchChecks) -> None:
+        self._step, self._checks = step, checks
+        self._batches: Iterator[tuple[Any, int]] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._batches is not None
+
+    def take(self, feed: Feed, position: Position, steps: int) -> Iterator[tuple[Any, int]]:
+        """Returns up to `steps` checked batches of the position's epoch."""
+        if self._batches is None:
+            self._batches = self._open(feed, position)
+            self._step.row_arrays = _row_arrays(feed)
+        taken: Iterator[Any] = (
+            self._batches.take(steps) if isinstance(self._batches, RowBatches) else islice(self._batches, steps)
+        )
+        if not self._step.parts.world.is_single:
+            taken = _record_batches(taken, position.step)
+        return self._checks.check_while_passing(taken, position.step) if self._checks.is_needed else taken
+
+    def reset(self) -> None:
+        """Closes the feed. The next `take` reopens the feed, and repeats batches that weren't used for training."""
+        self._batches = None
+
+    def _open(self, feed: Feed, position: Position) -> Iterator[tuple[Any, int]]:
+        if self._step.cuts_batches and not self._checks.is_needed and isinstance(feed, TableFeed) and feed.is_untouched:
+            return feed.row_batches(position.epoch, position.batch)
+        return feed.epoch(position.epoch, position.batch)
+
+
+def _record_batches(batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[Any, int]]:
+    for number, batch in enumerate(batches, step + 1):
+        RANK_PROGRESS.begin_step(number)
+        yield batch
+
+
+def _row_arrays(feed: Feed) -> Any:
+    """Returns the arrays whose rows are the batches; None if batches are transformed or on another device."""
+    if isinstance(feed, TableFeed) and feed.is_untouched and feed.treatment.device.type == "cpu":
+        return feed.table.columns
+    return None

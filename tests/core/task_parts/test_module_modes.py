@@ -100,7 +100,7 @@ def test_every_plan_keeps_a_frozen_norm_and_trains_as_the_plain_loop(axes: dict[
 def test_ignoring_the_factorys_modes_would_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that `in_eval` guards against."""
     monkeypatch.setattr(models, "set_training", lambda model, in_eval: model.train())
-    monkeypatch.setattr(hotloop.lowering.training_mode, "set_training", lambda model, in_eval: model.train())
+    monkeypatch.setattr(hotloop.lowering.program, "set_training", lambda model, in_eval: model.train())
     program = hotloop.lower(a_task(model=frozen_norm))
     advance(program, 3)
     assert int(program.model[1].num_batches_tracked) == 3  # type: ignore[index]

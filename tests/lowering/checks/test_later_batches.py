@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import hotloop
 from hotloop.errors import PartsDifferError
 from hotloop.lowering.build import lower
-from hotloop.lowering.checks import batch_rows, later_batches
-from hotloop.lowering.checks.later_batches import LaterBatches, count_padding
+from hotloop.lowering.checks import batch_rows
+from hotloop.lowering.checks.batch_rows import LaterBatches, count_padding
 from hotloop.parity.float64 import lower_in_float64
 from hotloop.plan import BASELINE, Plan
 
@@ -167,7 +167,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(later_batches, "time", clock)
+    monkeypatch.setattr(batch_rows, "time", clock)
     return clock
 
 
@@ -194,7 +194,7 @@ def test_comparing_takes_a_hundredth_of_the_time(clock: Clock) -> None:
     later = LaterBatches()
     batches = [torch.randn(4, 3, generator=DRAWS).relu() for _ in range(4000)]
     found = compared(later, clock, batches, step_s=0.01, check_s=0.05)
-    assert 0.05 * len(found) <= 0.01 * clock.now_s + later_batches._FREE_TIME_S
+    assert 0.05 * len(found) <= 0.01 * clock.now_s + batch_rows._FREE_TIME_S
     assert found[:2] == [1, 2]
 
 

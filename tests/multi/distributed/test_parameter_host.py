@@ -13,7 +13,7 @@ from hotloop.core.state import differing_paths
 from hotloop.distributed.world import World, check_in_step
 from hotloop.distributed.wrappers.ddp import ParameterHost
 from hotloop.errors import OutOfStepError
-from hotloop.lowering.steps.later_gradients import LaterGradients
+from hotloop.lowering.steps.gradient_check import LaterGradients
 from hotloop.plan import Plan
 from tests.multi.distributed.test_ddp import distance
 from tests.multi.distributed.test_planted_faults import STEPS, an_unequal_shard, small

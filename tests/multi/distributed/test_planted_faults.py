@@ -18,7 +18,7 @@ from hotloop.distributed.wrappers import ddp, sync_batch_norm
 from hotloop.distributed.wrappers.global_batch_rng import GlobalBatchRng
 from hotloop.errors import OutOfStepError, PartsDifferError, PlanError, TrainingError
 from hotloop.lowering.steps.data_parallel import DataParallelStep
-from hotloop.lowering.steps.later_gradients import LaterGradients
+from hotloop.lowering.steps.gradient_check import LaterGradients
 from hotloop.plan import Plan
 from tests.multi.distributed.test_ddp import distance
 from tests.support.processes.rank_processes import of_ranks

@@ -13,7 +13,7 @@ import hotloop
 from hotloop.core.random.rng import generator_for
 from hotloop.core.state import State, tree_leaves
 from hotloop.distributed.wrappers import ddp
-from hotloop.lowering.steps.later_gradients import LaterGradients
+from hotloop.lowering.steps.gradient_check import LaterGradients
 from hotloop.plan import Plan
 from tests.support.processes.rank_processes import of_ranks
 

@@ -17,7 +17,7 @@ import hotloop
 from hotloop.core.records.profile import Profile
 from hotloop.distributed.comm_stats import CommMeter
 from hotloop.distributed.world import World
-from hotloop.lowering.steps.later_gradients import LaterGradients
+from hotloop.lowering.steps.gradient_check import LaterGradients
 from hotloop.plan import Plan
 from hotloop.profiler.detectors import diagnose
 from hotloop.profiler.task_profile import record_program

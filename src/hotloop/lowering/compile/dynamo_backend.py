@@ -17,8 +17,7 @@ from torch.fx import GraphModule, Node
 
 from hotloop.core.hardware.machine import find_compiler
 from hotloop.errors import PlanError
-from hotloop.lowering.compile.inductor_options import inductor_options
-from hotloop.lowering.compile.inductor_patches import fix_graph_for_inductor, inductor_patches
+from hotloop.lowering.compile.inductor_patches import fix_graph_for_inductor, inductor_options, inductor_patches
 from hotloop.lowering.rewrites import GPU_REWRITES, REWRITE_FUNCTIONS
 from hotloop.lowering.rewrites.fx_nodes import (
     aten,

@@ -516,3 +516,13 @@ def _is_permutation(node: Node, rows: Any) -> bool:
     """Whether the node draws a permutation of at most `rows` rows, as far as shapes are known at capture."""
     draws = node.target in (torch.ops.aten.randperm.default, torch.ops.aten.randperm.generator)
     return draws and isinstance(rows, int) and isinstance(node.args[0], int) and node.args[0] <= rows
+
+
+def inductor_options() -> dict[str, Any]:
+    """Returns options: random numbers are drawn from torch's generators, as in the eager step, and AVX isn't tested.
+
+    A compiler that accepts torch's headers supports AVX2 and AVX-512, so torch's four test compilations of 9 s are left
+    out. Torch still tests the compiler for VNNI, bfloat16 and AMX, in less than a second each (torch 2.13).
+    """
+    is_avx = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return {"fallback_random": True, **({"cpp.vec_isa_ok": True} if is_avx else {})}

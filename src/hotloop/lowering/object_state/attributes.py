@@ -21,8 +21,7 @@ from hotloop.core.random.rng import preserve_generators
 from hotloop.core.state import host_copy
 from hotloop.data.sources import Samples, Stream
 from hotloop.lowering.object_state.contents import CONTAINERS, SCALARS, StoredValue, are_equal, is_same, read_content
-from hotloop.lowering.object_state.object_graph import package_name
-from hotloop.lowering.object_state.owners import HeldValue, PutValue, container_items, values_in
+from hotloop.lowering.object_state.owners import HeldValue, PutValue, container_items, package_name, values_in
 from hotloop.task import Task
 
 _IMMUTABLE = (bool, int, float, str, type(None), bytes, complex, enum.Enum, tuple, frozenset, np.generic)

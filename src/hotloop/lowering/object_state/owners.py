@@ -1,7 +1,4 @@
-"""Values in the user's objects, each with a function that replaces the value.
-
-`object_graph.py` lists the values alone; this file knows their owner as well: an object, class, closure, module or container.
-"""
+"""The values in the user's objects, alone or with their owner: an object, class, closure, module or container."""
 
 from __future__ import annotations
 
@@ -10,22 +7,14 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
-from functools import cache, partial
-from types import FunctionType
+from functools import cache, cached_property, partial
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from hotloop.lowering.object_state.object_graph import (
-    class_entry,
-    class_members,
-    is_third_party,
-    module_members,
-    names_in,
-    object_attributes,
-    package_name,
-)
+from hotloop.core.installed_code import is_package_path
 
 PutValue = Callable[[Any], None]
 HeldValue = tuple[str, Any, PutValue | None]
@@ -140,3 +129,112 @@ def container_items(container: Any) -> Iterator[HeldValue]:
         can_set = isinstance(container, list | deque)
         for place, item in enumerate(container):
             yield str(place), item, partial(container.__setitem__, place) if can_set else None
+
+
+NamedValues = Iterator[tuple[str, Any]]
+
+_SKIPPED_MODULES = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
+_SKIPPED_OBJECTS = _SKIPPED_MODULES - {"types", "collections"}  # objects of these two contain a user's values
+
+
+def package_name(function: Any) -> str:
+    """Returns the package of a function, or of the class of an object."""
+    if isinstance(function, partial):
+        return package_name(function.func)
+    return str(getattr(function, "__module__", None)).partition(".")[0]
+
+
+def object_attributes(value: Any, own: Set[str]) -> NamedValues:
+    """Yields an object's attributes, including slots, and its class if that is the user's.
+
+    Args:
+        own: installed packages that count as the user's, because the step or the loss belongs to them.
+    """
+    kind = type(value)
+    if package_name(kind) in _SKIPPED_OBJECTS and not isinstance(value, torch.optim.Optimizer):
+        return
+    yield from getattr(value, "__dict__", {}).items()
+    if is_third_party(kind, own):
+        return
+    for base in kind.__mro__:
+        members = {} if is_third_party(base, own) else vars(base)
+        for name in [name for name, item in members.items() if inspect.ismemberdescriptor(item)]:
+            with suppress(AttributeError):  # a slot without a value
+                yield name, getattr(value, name)
+    yield class_entry(value)
+
+
+def class_entry(value: Any) -> tuple[str, Any]:
+    """Returns the class of an object under a name that no attribute has."""
+    return f"class {type(value).__name__}", type(value)
+
+
+def class_members(kind: type, own: Set[str]) -> NamedValues:
+    """Yields the attributes, methods and base classes of a user's class."""
+    if is_third_party(kind, own):
+        return
+    for name, item in vars(kind).items():
+        if isinstance(item, property | cached_property):
+            yield f"{name}()", item.fget if isinstance(item, property) else item.func
+        elif inspect.isroutine(item):
+            yield f"{name}()", item
+        elif not name.startswith("__"):
+            yield name, item
+    yield from ((f"class {base.__name__}", base) for base in kind.__bases__)
+
+
+def module_members(module: ModuleType, own: Set[str]) -> NamedValues:
+    """Yields the names and values of a user's Python module."""
+    if not is_third_party(module, own):
+        yield from ((name, item) for name, item in vars(module).items() if not name.startswith("__"))
+
+
+def function_references(function: Any, own: Set[str]) -> NamedValues:
+    """Yields what a user's function reads beside its arguments: object, attributes, defaults, closure and globals."""
+    if inspect.ismethod(function):
+        yield "self", function.__self__
+    if isinstance(function, partial):
+        yield from (("args", function.args), ("keywords", function.keywords), ("func", function.func))
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType) or is_third_party(function, own):
+        return
+    code, defaults = function.__code__, function.__defaults__ or ()
+    yield from vars(function).items()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=False)
+    yield from (function.__kwdefaults__ or {}).items()
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):  # a variable without a value
+            yield name, cell.cell_contents
+    yield from _named_values(list(dict.fromkeys(names_in(code))), function.__globals__, own, set())
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yields the globals and attributes that code names, including nested functions."""
+    yield from code.co_names
+    for item in code.co_consts:
+        if isinstance(item, CodeType):
+            yield from names_in(item)
+
+
+def _named_values(names: Iterable[str], namespace: Mapping[str, Any], own: Set[str], seen: set[int]) -> NamedValues:
+    """Yields the values with these names, also in the user's modules among them: `settings.step`."""
+    for name in names:
+        value = namespace.get(name, sys.modules.get(name))  # the function itself may import it
+        if not inspect.ismodule(value):
+            yield from [(name, value)] if name in namespace else ()
+        elif id(value) not in seen and not is_third_party(value, own):
+            seen.add(id(value))
+            yield from ((f"{name}.{inner}", item) for inner, item in _named_values(names, vars(value), own, seen))
+
+
+def is_third_party(value: Any, own: Set[str]) -> bool:
+    """Checks whether a function, class or module is part of Python, torch or an installed package.
+
+    Such code may store values, such as a cache: its results are assumed to be the same in each step.
+    """
+    name = value.__name__ if inspect.ismodule(value) else str(value.__module__)
+    package = name.partition(".")[0]
+    if package in _SKIPPED_MODULES:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return package not in own and is_package_path(file)

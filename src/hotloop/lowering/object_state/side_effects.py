@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.errors import PlanError
-from hotloop.lowering.object_state.object_graph import (
+from hotloop.lowering.object_state.owners import (
     class_entry,
     class_members,
     function_references,

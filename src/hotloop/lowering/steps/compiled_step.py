@@ -17,8 +17,7 @@ from hotloop.errors import PlanError, describe_error
 from hotloop.lowering.compile.capture import CapturedStep, StepCapture, UpdateStyle, unalias
 from hotloop.lowering.compile.compiled_rng import has_no_draws
 from hotloop.lowering.compile.host_scalars import split_host_scalars
-from hotloop.lowering.compile.inductor_options import inductor_options
-from hotloop.lowering.compile.inductor_patches import inductor_patches
+from hotloop.lowering.compile.inductor_patches import inductor_options, inductor_patches
 from hotloop.lowering.compile.inputs import (
     FixedScalarChanged,
     OptimizerScalars,

@@ -30,8 +30,7 @@ from hotloop.errors import PlanError, describe_error
 from hotloop.lowering.context import LoweringContext, counts_samples
 from hotloop.lowering.eager_step import EagerStep
 from hotloop.lowering.object_state.attributes import preserve_attributes
-from hotloop.lowering.steps.gradient_check import autograd_ancestors, check_shares
-from hotloop.lowering.steps.later_gradients import LaterGradients, WholeStep
+from hotloop.lowering.steps.gradient_check import LaterGradients, WholeStep, autograd_ancestors, check_shares
 from hotloop.lowering.transforms.accumulation import part_without_rows
 from hotloop.task import StepResult
 

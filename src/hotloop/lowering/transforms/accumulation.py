@@ -21,9 +21,8 @@ from hotloop.data.row_count import count_rows
 from hotloop.errors import HotloopError, PlanError, describe_error
 from hotloop.lowering.context import LoweringContext
 from hotloop.lowering.grouped_mm import float64_operation
-from hotloop.lowering.losses.float64_copy import Float64Mode, to_float64, widen_model
 from hotloop.lowering.losses.loss_calls import watch_losses
-from hotloop.lowering.losses.loss_copy import LossNotCopied
+from hotloop.lowering.losses.loss_copy import Float64Mode, LossNotCopied, to_float64, widen_model
 from hotloop.task import StepResult
 
 Backward = Callable[[Tensor], Any]
