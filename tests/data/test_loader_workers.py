@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 import hotloop
 from hotloop.data.dataset_changes import dataset_summary
 from hotloop.errors import DataError, dead_dataloader_worker
-from hotloop.lowering import program
+from hotloop.lowering import program as program_module
 from hotloop.task_file import LoadedTask
 from tests.support.programs import labelled
 from tests.support.runs import start_run
@@ -469,7 +469,7 @@ class Curriculum(Rows):
 
 
 def test_a_loss_that_changes_the_data_set_in_memory_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "_SHARE", 1e9)  # compare after each epoch, whatever that takes
+    monkeypatch.setattr(program_module, "_SHARE", 1e9)  # compare after each epoch, whatever that takes
     data, said = Curriculum(), list[str]()
 
     def loss(output: Tensor, target: Tensor) -> Tensor:

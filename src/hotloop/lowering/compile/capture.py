@@ -16,12 +16,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 
 from hotloop.core.reporter import silence_loggers
+from hotloop.core.torch_private import FakeTensorMode
 from hotloop.data.batch_tree import flatten_tree
 from hotloop.errors import PlanError, describe_error, type_name
 from hotloop.lowering.compile.compiled_rng import check_draws, check_recurrent, refuse_rng_reset

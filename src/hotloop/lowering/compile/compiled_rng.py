@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop.core.patches import Patches
+from hotloop.core.torch_private import OpOverload, TorchDispatchMode
 from hotloop.lowering.object_state.side_effects import capture_error
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Interpreter
 
+from hotloop.core.torch_private import OpOverload
 from hotloop.errors import PlanError, describe_error
 from hotloop.lowering.compile.capture import CapturedStep
 

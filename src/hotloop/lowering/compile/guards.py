@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
 from hotloop.core.state import bytes_of
 from hotloop.core.task_parts.models import share_memory
+from hotloop.core.torch_private import FakeTensor, OpOverload
 from hotloop.lowering.object_state.side_effects import capture_error
 
 

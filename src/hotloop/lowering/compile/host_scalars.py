@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from hotloop.core.torch_private import OpOverload
 from hotloop.errors import PlanError
 from hotloop.lowering.compile.capture import CapturedStep
 from hotloop.lowering.compile.device_scalars import DeviceScalar, ScalarLifter

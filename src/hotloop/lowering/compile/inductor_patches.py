@@ -19,16 +19,20 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 from torch._dispatch.python import no_python_dispatcher
-from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
-from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from hotloop.core.files.user_folders import cache_folder, foreign_access, make_private_folder
 from hotloop.core.patches import patch_attribute
 from hotloop.core.reporter import Say
+from hotloop.core.torch_private import (
+    FakeTensorMode,
+    OpOverload,
+    disable_current_modes,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+)
 from hotloop.errors import RunError
 from hotloop.lowering.compile.compiled_rng import is_random_op
 from hotloop.lowering.grouped_mm import traceable_groups
@@ -274,7 +278,7 @@ def _call_key(value: Tensor) -> tuple[Any, ...]:
 def _computed_result(kernel: OpOverload, args: Any, kwargs: Any) -> Any:
     """Returns the result for zeros, on the meta device; None if the operation fails, as a factorisation may."""
     try:
-        with _disable_current_modes(), no_python_dispatcher(), torch.no_grad():
+        with disable_current_modes(), no_python_dispatcher(), torch.no_grad():
             result = kernel(*tree_map_only(Tensor, _zeros, args), **tree_map_only(Tensor, _zeros, kwargs))
             return tree_map_only(Tensor, _to_meta, result)
     except Exception:
@@ -353,7 +357,7 @@ def mutated_nodes(nodes: Sequence[Node]) -> set[Node]:
     """Returns the nodes that a later operation changes in place, directly or through a view."""
     found = set[Node]()
     for node in nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             for place, argument in enumerate(node.target._schema.arguments[: len(node.args)]):
                 value = node.args[place]
                 if argument.is_write and isinstance(value, Node):
@@ -367,7 +371,7 @@ def _view_chain(node: Node) -> Iterator[Node]:
     while node.op == "call_function" and node.all_input_nodes:
         target = node.target
         if target is not operator.getitem and not (
-            isinstance(target, torch._ops.OpOverload) and any(value.alias_info for value in target._schema.returns)
+            isinstance(target, OpOverload) and any(value.alias_info for value in target._schema.returns)
         ):
             return
         node = node.all_input_nodes[0]

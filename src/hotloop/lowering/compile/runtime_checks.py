@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from hotloop.core.torch_private import OpOverload
 from hotloop.errors import PlanError
 from hotloop.lowering.compile.capture import CapturedStep
 from hotloop.lowering.compile.guards import constant_contents
@@ -106,7 +107,7 @@ def _batch_dependents(nodes: Sequence[Node], batch: Sequence[Node], mutated: set
 def _is_deterministic(node: Node) -> bool:
     """Whether the node is an input, or a function of its operands without side effects."""
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return node.op == "placeholder" or target is operator.getitem
     is_uninitialized = target.overloadpacket.__name__.startswith(("empty", "new_empty"))
     return not (is_uninitialized or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hotloop.core.torch_private import TorchDispatchMode
 from hotloop.distributed.wrappers.global_batch_rng import memory_order
 from hotloop.lowering.rewrites.fx_nodes import (
     at_least,

@@ -21,15 +21,13 @@ from functools import partial, wraps
 from operator import getitem
 from typing import Any
 
-import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
-from torch._C._profiler import _RecordFunctionFast
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.nn.modules.loss import _Loss
-from torch.utils._pytree import tree_leaves
 
 from hotloop.core.patches import Patches
 from hotloop.core.records.profile_terms import Phase
+from hotloop.core.torch_private import RecordFunctionFast, current_autograd_node, next_sequence_number, tree_leaves
 from hotloop.lowering.compile import capture
 from hotloop.profiler.base.transparency import hide_from_compiler
 from hotloop.profiler.operator_cost import count_operator
@@ -162,7 +160,7 @@ class CompilationRecorder:
             known, number = self._numbers.get(id(compiled), (None, -1))
             if known is None or known() is not compiled:
                 return call(compiled, inputs)
-            with _RecordFunctionFast(f"{GRAPH_PREFIX}{number}"):
+            with RecordFunctionFast(f"{GRAPH_PREFIX}{number}"):
                 return call(compiled, inputs)
 
         return marked
@@ -176,7 +174,7 @@ class CompilationRecorder:
 @hide_from_compiler
 def _record_kernel(name: str, kernel: Any) -> Any:
     def recorded(*args: Any) -> Any:
-        with _RecordFunctionFast(name):
+        with RecordFunctionFast(name):
             return kernel(*args)
 
     return hide_from_compiler(recorded) if callable(kernel) else kernel
@@ -326,7 +324,7 @@ class NodeLabels:
         return called
 
     def _note(self) -> None:
-        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._numbers.append(next_sequence_number())
         self._makers.append(self._inside[-1])
 
     def _created(self, create: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
@@ -342,7 +340,7 @@ class NodeLabels:
 
     def _now(self) -> tuple[nn.Module | None, Phase]:
         """Returns the module and phase of a node that is made now."""
-        running: Any = torch._C._current_autograd_node()
+        running: Any = current_autograd_node()
         if running is not None:
             self._labelled_nodes = True
             at = bisect_right(self._numbers, running._sequence_nr()) - 1
