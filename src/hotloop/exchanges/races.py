@@ -227,6 +227,7 @@ class WindowPairs(Alternation):
 
     checked_pairs = (12, 24, 48)
     hopeless = ((2, 0.7), (4, 0.9))
+    _is_first: bool
 
     def __init__(self, switch: Callable[[bool], None]) -> None:
         super().__init__()
