@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from hotloop.exchanges import part as part_module
 from hotloop.exchanges.modules import module_limits, module_proof, module_site
-from hotloop.exchanges.modules.module_site import ModuleErrors, compare_results
+from hotloop.exchanges.modules.module_proof import compare_results
+from hotloop.exchanges.modules.module_site import ModuleErrors
 from hotloop.lowering.rewrites import REWRITE_FUNCTIONS
 from tests.exchanges.conftest import set_clocks
 

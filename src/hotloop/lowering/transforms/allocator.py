@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hotloop.core.hardware.machine import GLIBC, active_allocator
+from hotloop.core.hardware.limits import GLIBC, active_allocator
 
 if TYPE_CHECKING:
     from hotloop.lowering.context import LoweringContext
