@@ -321,7 +321,7 @@ def test_another_division_into_groups_is_one_clear_line() -> None:
 
     program = hotloop.lower(a_task(optimizer=divided))
     with pytest.raises(
-        CheckpointError, match=r"another optimizer: its groups hold \[2\] parameters, the Task's \[1, 1\]"
+        CheckpointError, match=r"SGD with groups of \[2\] parameters, where the Task has SGD with \[1, 1\]"
     ):
         program.restore(state_after(a_task(), 2))
 
