@@ -74,7 +74,7 @@ def test_each_axis_that_auto_changed_has_its_reason() -> None:
 
 
 def test_each_gives_up_no_less_than_the_one_before_and_the_compilation_first() -> None:
-    choices = rank_plans(facts(**LONG), GPU, Plan())
+    choices = rank_plans(facts(**LONG), CPU, Plan())
     changed = [sum(value != getattr(Plan(), axis) for axis, value in c.plan.model_dump().items()) for c in choices]
     assert all(more >= less for more, less in pairwise(changed))
     assert choices[1].plan == choices[0].plan.with_axes(compile="none")

@@ -186,7 +186,7 @@ def test_only_the_steps_that_are_left_pay_for_a_remembered_plan(
     facts = facts_with_fingerprint(loaded).model_copy(update={"steps": 10_000})
     here = dict(fingerprint=facts.fingerprint, machine=machine_name(), versions=speed_versions())
     save_races(verdict(timing(FUSED, 1.3), timing(COMPILED, 2.0, compile_s=10.0), **here))  # 10 ms a step
-    monkeypatch.setattr(remembering, "lower", lambda task, plan, *told: lowered.append(plan))
+    monkeypatch.setattr(remembering, "lower", lambda task, plan, *told, **named: lowered.append(plan) or True)
     lower_cached_or_auto(loaded, PlanRequest.from_value("auto", {"device": "cpu"}), print, facts=facts, done=done)
     assert lowered == [plan]
 
