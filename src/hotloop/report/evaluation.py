@@ -132,7 +132,7 @@ def _class_metrics(evaluation: Evaluation) -> Table:
         order = sorted(present, key=lambda place: rates[place] or 0.0)[:_MAX_ROWS]  # type: ignore[assignment]
         title = f"Metrics of the {_MAX_ROWS} worst of {len(rates)} classes"
     numbers = (Column(name, justify="right") for name in ("samples", "precision", "recall", "F1"))
-    columns = (Column("class", overflow="fold"), *numbers, "")
+    columns: list[Column | str] = [Column("class", overflow="fold"), *numbers, ""]
     table = Table(*columns, title=title, title_justify="left", title_style="bold")
     for place in order:
         shares = (evaluation.precision_per_class[place], rates[place], evaluation.f1_per_class[place])

@@ -58,7 +58,6 @@ def _trial_rows(result: StudyResult, names: list[str], *, has_spread: bool = Fal
         ]
         for trial in _shown(result)
     ]
-    return table
 
 
 def study_lines(result: StudyResult) -> list[str]:
