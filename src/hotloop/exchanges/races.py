@@ -236,7 +236,7 @@ class WindowPairs(Alternation):
 
     def restart(self) -> None:
         """Discards all pairs."""
-        self.times, self._order, self._unlike = PairedTimes(), [], 0
+        self.times, self._order, self._unlike, self._is_first = PairedTimes(), [], 0, True
         self._windows = dict[bool, list[TimedStep]]()
         self._begin_window()
 
