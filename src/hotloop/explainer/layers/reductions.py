@@ -174,7 +174,7 @@ def softmax(call: FunctionCall) -> LayerEquations:
 
         def gradient() -> Tensor:
             layer.forward(x)
-            return layer.backward(dz)  # type: ignore[no-any-return]
+            return layer.backward(dz)
 
         z = (f"exp X / sum of exp X along dimension {dim}", lambda: layer.forward(x), 5 * x.numel())
         back = ("Z * (dZ - sum of dZ * Z along it)", gradient, 4 * x.numel())
