@@ -2,8 +2,8 @@
 
 Each layer runs on NumPy, CuPy, PyTorch, or any other library of the array API standard.
 
-To be read in this order: `layer.py` (the chain rule, graphs), `dense.py`, `activations.py`, `losses.py`,
-`optimizers.py`, `conv.py` (convolution, pooling), `reshape.py`, `recurrent.py`, and `network.py`, which trains.
+To be read in this order: `layer.py` (the chain rule), `dense.py`, `activations.py`, `losses.py`,
+`optimizers.py`, `conv.py` (convolution, pooling), `reshape.py`, `recurrent.py`, `graph.py`, and `network.py`, which trains.
 docs/how-to/arrays.md explains the matrices.
 """
 
@@ -22,7 +22,8 @@ from hotloop.arrays.activations import (
 )
 from hotloop.arrays.conv import AveragePool, Conv, MaxPool
 from hotloop.arrays.dense import BatchNorm, Dense, Dropout, Embedding, Flatten, LayerNorm
-from hotloop.arrays.layer import Chain, Graph, Layer, Residual
+from hotloop.arrays.graph import Graph
+from hotloop.arrays.layer import Chain, Layer, Residual
 from hotloop.arrays.losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError
 from hotloop.arrays.network import Epoch, LayerTime, Network
 from hotloop.arrays.optimizers import SGD, AdaDelta, AdaGrad, Adam, AdamW, Momentum, Nesterov, Optimizer, RMSProp

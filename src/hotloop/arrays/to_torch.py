@@ -11,7 +11,8 @@ from hotloop.arrays import activations as act
 from hotloop.arrays.backend import Shape
 from hotloop.arrays.conv import AveragePool, Conv, MaxPool
 from hotloop.arrays.dense import BatchNorm, Dense, Dropout, Embedding, Flatten, LayerNorm
-from hotloop.arrays.layer import INPUT, Chain, Graph, Layer, Residual
+from hotloop.arrays.graph import INPUT, Graph
+from hotloop.arrays.layer import Chain, Layer, Residual
 from hotloop.arrays.recurrent import LSTM, RNN
 from hotloop.arrays.reshape import At, Mean, Reshape
 from hotloop.errors import TaskError

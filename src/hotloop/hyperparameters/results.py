@@ -36,9 +36,11 @@ def study_result(folder: StudyFolder, ended: str) -> StudyResult:
     """Returns the result from the study's folder."""
     study = folder.record
     trials = [trial_record(folder, trial) for trial in folder.optuna.get_trials(deepcopy=False)]
-    judged = [one for one in trials if one.state in ("complete", "continued") and one.feasible and one.value is not None]
+    candidates = [
+        one for one in trials if one.state in ("complete", "continued") and one.feasible and one.value is not None
+    ]
     sign = 1 if study.is_minimized else -1
-    winner = min(judged, key=lambda one: (sign * (one.value or 0.0), one.number), default=None)
+    winner = min(candidates, key=lambda one: (sign * (one.value or 0.0), one.number), default=None)
     inexact = inexact_reasons(folder, trials)
     return StudyResult(
         study=str(folder.path),

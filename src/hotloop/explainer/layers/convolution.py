@@ -68,8 +68,8 @@ def transposed_convolution(call: FunctionCall) -> LayerEquations:
     dims, groups = w.ndim - 2, call.get(6, "groups", 1)
     batched, dz = _add_batch(x, dims), _add_batch(call.dz, dims)
     settings = (call.get(3, "stride", 1), call.get(4, "padding", 0), call.get(7, "dilation", 1))
-    stride, pad, dilation = (_sizes(value, dims) for value in settings)
-    window = Window(tuple(w.shape[2:]), stride, pad, dilation, dims)
+    stride, padding, dilation = (_sizes(value, dims) for value in settings)
+    window = Window(tuple(w.shape[2:]), stride, padding, dilation, dims)
     image = tuple(dz.shape[2:])
     if window.positions(image) != tuple(batched.shape[2:]):
         raise NotCovered("its output is larger than its windows reach")

@@ -24,8 +24,8 @@ def _window(call: FunctionCall, dims: int, *, dilation: object = 1) -> tuple[Win
     batched = x if x.ndim == dims + 2 else x[None]
     kernel = call.get(1, "kernel_size")
     settings = (kernel, call.get(2, "stride") or kernel, call.get(3, "padding", 0), dilation)
-    size, stride, pad, apart = (tuple(per_dimension(value, dims)) for value in settings)
-    window = Window(size, stride, pad, apart, dims)
+    size, stride, pad, spread = (tuple(per_dimension(value, dims)) for value in settings)
+    window = Window(size, stride, pad, spread, dims)
     if window.positions(tuple(batched.shape[2:])) != tuple(call.dz.shape[-dims:]):
         raise NotCovered("a window reaches beyond the padding (ceil_mode)")
     return window, batched
