@@ -281,7 +281,7 @@ def test_a_damaged_record_is_an_error(copy: Path, content: bytes) -> None:
         (
             "run.json",
             lambda text: text.replace('"version": 1,', '"version": 1, "room": 3,'),
-            "wrote it: 'room': Extra inputs",
+            "room': Extra inputs are not permitted",
         ),
         (
             "plan.toml",
