@@ -131,10 +131,10 @@ def test_options_arrive(hotloop: Hotloop, asked: Asked, tmp_path: Path) -> None:
     assert (name, found, more["time_limit"]) == ("race_remedies", asked.found, None)
 
     hotloop("profile", "script.py", "--try", "--time-limit", "7s")
-    assert asked.calls[-1][2]["try_s"] == 7
+    assert asked.calls[-1][2]["settings"].try_s == 7
     hotloop("profile", "script.py", "--stop-after", "5m", "--trace", "trace.json", "--json")
     _, _, options = asked.calls[-1]
-    assert (options["stop_after_s"], options["trace"]) == (300, Path("trace.json"))
+    assert (options["stop_after_s"], options["settings"].trace) == (300, str(Path("trace.json").resolve()))
     assert os.fstat(options["stdout"])
 
 
