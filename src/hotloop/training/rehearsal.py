@@ -39,6 +39,9 @@ _STEPS_S = 0.5
 _SHARE = 0.01
 """Largest share of the run's time that rehearsals may cost."""
 
+_SLOWDOWN = 1.5
+"""Seconds by which a rehearsal delays a training on the same cores, for each CPU second of its start (claim rehearsal-cost)."""
+
 _PROGRAM = """
 import os, sys
 os.nice(19)
@@ -131,10 +134,10 @@ class Rehearsals:
         return max(2, min(_MOST_STEPS, int(_STEPS_S / max(loop.pacer.step_s or _STEPS_S, 1e-6))))
 
     def _cost_s(self, loop: Any) -> float:
-        """Returns the predicted seconds of a process, which delay a training on the same cores as long, even at the lowest
-        priority: threads of a step that wait for each other wait for the slowest.
+        """Returns the predicted seconds by which a process delays a training on the same cores, even at the lowest priority:
+        threads of a step that wait for each other wait for the slowest.
         """
-        return self._start_s + 2 * self._steps(loop) * (loop.pacer.step_s or 0.0)
+        return _SLOWDOWN * self._start_s + 2 * self._steps(loop) * (loop.pacer.step_s or 0.0)
 
     def _is_worthwhile(self, loop: Any) -> bool:
         if self._request.limit is not None:
