@@ -207,3 +207,5 @@ def test_a_difference_of_one_bit_or_of_a_container_is_seen() -> None:
     assert batch_difference(zero, (-torch.zeros(3, 2), torch.ones(3))) == "batch[0] holds other values"
     assert "containers" in batch_difference(zero, list(zero))
     assert batch_difference({"a": zero[0]}, {"b": zero[0]}) != ""
+    assert batch_difference({"a": "x"}, {"a": "x"}) == "" != batch_difference({"a": "x"}, {"a": "y"})
+    assert batch_difference((1,), (1.0,)) != "", "a number of another type"
