@@ -86,7 +86,7 @@ def test_the_baseline_is_eager_on_the_cpu_under_the_settings_of_torch() -> None:
         ({"precision": "fp33"}, ["precision='fp33'", "'fp32'"]),
         (
             {"engine": "arrays"},
-            ["engine='arrays' in the plan was removed", "Leave engine out", "hotloop.arrays.Network"],
+            ["engine='arrays' was removed from plans", "Leave engine out", "hotloop.arrays.Network"],
         ),
         ({"workers": -1}, ["workers=-1", "expected 0 or more"]),
         ({"workers": "many"}, ["workers='many'", "expected a whole number"]),

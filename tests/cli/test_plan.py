@@ -143,7 +143,7 @@ WRONG = {
     "a removed axis": (
         ("--set", "engine=arrays"),
         1,
-        ("engine='arrays' in the plan was removed", "hotloop.arrays.Network"),
+        ("engine='arrays' was removed from plans", "hotloop.arrays.Network"),
     ),
     "a removed axis of a file": (
         ("--plan", "eager.toml"),
