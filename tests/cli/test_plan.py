@@ -148,7 +148,7 @@ WRONG = {
     "a removed axis of a file": (
         ("--plan", "eager.toml"),
         1,
-        ("eager.toml: engine='eager'", "was removed. Leave engine out"),
+        ("eager.toml: engine='eager'", "was removed from plans. Leave engine out"),
     ),
     "a removed plan": (("--plan", "arrays"), 1, ("the plan 'arrays' was removed", "hotloop.arrays.Network")),
     "a placement without a module": (("--set", "placement=cuda:0", *CPU), 1, ("'cuda:0'", "such as encoder=cuda:0")),

@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hotloop.core.format import parse_seconds
-from hotloop.core.records.profile_terms import Phase
+
+if TYPE_CHECKING:  # a script's process shall not import pydantic
+    from hotloop.core.records.profile_terms import Phase
 
 Kind = Literal[
     "early", "warm-up", "clean", "instrumented", "clocked", "habits", "traced", "sampled", "settling", "whole"
