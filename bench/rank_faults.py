@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 import hotloop
 from bench.claim import write_claim
@@ -56,8 +57,8 @@ TROUBLES: dict[str, Callable[[], Any]] = {
     "stopped": partial(ranks.stop, STOPPED_S),
     "exception": ranks.raise_error,
     "memory": ranks.allocate,
-    "operation": ranks.meet,
-    "operation in validation": ranks.meet,
+    "operation": torch.distributed.barrier,
+    "operation in validation": torch.distributed.barrier,
     "exception in validation": ranks.raise_error,
 }
 EVALUATING = ("operation in validation", "exception in validation")
