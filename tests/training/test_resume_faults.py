@@ -74,11 +74,12 @@ def other_momentum(program: Program) -> None:
 
 FAULTS: dict[str, Restore] = {
     # A scale of the loss is there under fp16 alone: tests/lowering/test_cpu_plans.py. Frozen parameters and modes are in
-    # tests/core/task_parts/test_module_modes.py, what modules save by themselves in tests/core/test_state.py, plain values in tests/lowering/object_state/test_attributes.py.
+    # tests/core/task_parts/test_module_modes.py, what modules save by themselves in tests/core/test_state.py, plain values in tests/lowering/object_state/test_attributes.py,
+    # and values that the Task's `state` names in tests/training/test_rehearsal.py.
     **{
         f"{field.name} not restored": not_restored(field.name)
         for field in fields(State)
-        if field.name not in ("scaler", "extra", "trainable", "in_eval", "attributes")
+        if field.name not in ("scaler", "extra", "trainable", "in_eval", "attributes", "named")
     },
     "the order starts again with the epoch": moved(batch=-7),
     "a batch is skipped": moved(batch=1),
