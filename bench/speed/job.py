@@ -26,7 +26,7 @@ class Job:
     Attributes:
         workload: what to train.
         epochs: how long, if no bench ends it before.
-        marks: is told of each step.
+        marks: gets a call for each step.
         options: the peer's own.
         device: where to train, as torch names it, without a number: `cpu`, `cuda`.
     """

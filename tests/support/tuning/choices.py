@@ -17,7 +17,7 @@ AUTO = PlanRequest(CPU, is_auto=True)
 
 
 class Samples(torch.utils.data.Dataset):
-    """The samples of `labelled`, one by one; `asked` is told of each."""
+    """Returns the samples of `labelled` one by one; `asked` gets the index of each sample."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []

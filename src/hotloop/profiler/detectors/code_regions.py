@@ -229,7 +229,7 @@ def _loop_key(one: OperatorTime) -> tuple[str, str, str]:
 
 _BUFFERS_FACTOR = 2.0  # most tensors per parameter, with the buffers of batch norms
 _TOLERANCE = 0.1  # relative difference from the optimizer's number of elements, for skipped biases or frozen parameters
-_MAX_PASSES = 64  # largest number of passes over all parameters in a step; each quantity and each backward needs one
+_MAX_PASSES = 64  # of a step over all parameters: one for each quantity of the update and for each backward
 _MIN_TENSOR_SHARE = 1 / 3  # least share of an optimizer's tensors in several passes; biases and norms may be left out
 _NEIGHBOUR_LINES = 2  # largest line distance within one statement
 
